@@ -1,0 +1,32 @@
+# make demo   a virtual environment, the package, and the main example
+# make test   the same environment, and every test
+# make dev    builds the extension in place, for work on the source
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: demo test dev lint clean
+demo: $(VENV)/installed
+	$(BIN)/python -m normalign demo
+
+test: $(VENV)/installed
+	$(BIN)/pytest
+
+# Sources newer than the last install lead to a new one: a test never runs against an old build.
+$(VENV)/installed: pyproject.toml CMakeLists.txt constraints.txt $(shell find csrc normalign -type f -not -name '*.so' -not -name '*.pyc')
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[dev]'
+	touch $@
+
+dev:
+	cmake -S . -B build/dev -DSKBUILD_PROJECT_VERSION=dev -Dpybind11_DIR="$$($(PYTHON) -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$$(command -v $(PYTHON))" -DCMAKE_INSTALL_PREFIX="$(CURDIR)" -DNORMALIGN_CUDA=$(or $(NORMALIGN_CUDA),OFF)
+	cmake --build build/dev --parallel 2
+	cmake --install build/dev
+
+lint:
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*')
+
+clean:
+	rm -rf build $(VENV) normalign/*.so

@@ -1,0 +1,33 @@
+#include "bind.h"
+#include "dispatch.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace normalign {
+void bind_orthogonal_projection(py::module_& m);
+}  // namespace normalign
+
+PYBIND11_MODULE(_C, m) {
+  using namespace normalign;
+  m.attr("version") = NORMALIGN_VERSION;
+  m.def("isa", [] { return isa_name(isa()); });
+  m.def("best_isa", [] { return isa_name(best_isa()); });
+  m.def("select_isa", [](const std::string& name) { return select_isa(name.c_str()); });
+  m.def("openmp", [] {
+#if defined(_OPENMP)
+    return _OPENMP;
+#else
+    return 0;
+#endif
+  });
+  m.def("openmp_max_threads", [] {
+#if defined(_OPENMP)
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+  });
+  bind_orthogonal_projection(m);
+}

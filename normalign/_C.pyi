@@ -1,0 +1,31 @@
+version: str
+
+def isa() -> str: ...
+def best_isa() -> str: ...
+def select_isa(name: str) -> bool: ...
+def openmp() -> int: ...
+def openmp_max_threads() -> int: ...
+def orthogonal_projection_f32(
+    rows: int,
+    cols: int,
+    g: int,
+    g_stride: int,
+    x: int,
+    x_stride: int,
+    r: int,
+    r_stride: int,
+    squared_norm: int,
+    threads: int,
+) -> None: ...
+def orthogonal_projection_f64(
+    rows: int,
+    cols: int,
+    g: int,
+    g_stride: int,
+    x: int,
+    x_stride: int,
+    r: int,
+    r_stride: int,
+    squared_norm: int,
+    threads: int,
+) -> None: ...

@@ -1,0 +1,6 @@
+"""GrokAlign and RFAM: fast compiled kernels that make classifiers normal-aligned."""
+
+from normalign._config import show_config
+from normalign.orthogonal_projection import orthogonal_projection
+
+__all__ = ["orthogonal_projection", "show_config"]

@@ -1,0 +1,21 @@
+"""``python -m normalign COMMAND``."""
+
+from __future__ import annotations
+
+import argparse
+
+from normalign._config import show_config
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m normalign")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="version, instruction set, threads, CUDA")
+    parser.parse_args(argv)
+    show_config()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

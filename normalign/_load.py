@@ -1,0 +1,23 @@
+"""Imports the compiled extension, and keeps the reason when that fails.
+
+torch is imported first: both then share one OpenMP runtime, so kernels use torch's thread pool
+and do not compete with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+
+def _import(name: str) -> tuple[ModuleType | None, str | None]:
+    try:
+        return importlib.import_module(f"normalign.{name}"), None
+    except ImportError as error:
+        built_for = f"Python ABI and libraries found by torch {torch.__version__}"
+        return None, f"normalign.{name} could not be loaded ({built_for}): {error}"
+
+
+_C, cpu_error = _import("_C")

@@ -1,0 +1,5 @@
+"""Plain-torch definitions of every operator: any device, any float dtype, and the fallback."""
+
+from normalign.reference.orthogonal_projection import orthogonal_projection
+
+__all__ = ["orthogonal_projection"]
