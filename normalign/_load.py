@@ -7,12 +7,12 @@ and do not compete with it.
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 import torch
 
 
-def _import(name: str) -> tuple[ModuleType | None, str | None]:
+def _import(name: str) -> tuple[Any, str | None]:
     try:
         return importlib.import_module(f"normalign.{name}"), None
     except ImportError as error:
