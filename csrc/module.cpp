@@ -7,6 +7,7 @@
 
 namespace normalign {
 void bind_orthogonal_projection(py::module_& m);
+void bind_elementary(py::module_& m);
 }  // namespace normalign
 
 PYBIND11_MODULE(_C, m) {
@@ -30,4 +31,5 @@ PYBIND11_MODULE(_C, m) {
 #endif
   });
   bind_orthogonal_projection(m);
+  bind_elementary(m);
 }
