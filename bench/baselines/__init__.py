@@ -1,0 +1,1 @@
+"""Our own code for the algorithms that the benches compare with."""
