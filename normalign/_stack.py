@@ -8,6 +8,8 @@ from torch import Tensor, nn
 class StackPlan:
     """A recognised stack: which layers, in which order, with which activations."""
 
+    outputs: int  # c, so that probes can be drawn before the forward pass
+
     def run(self, x: Tensor, probes: Tensor, penalty: str, reduction: str) -> tuple[Tensor, Tensor]:
         """Logits ``(B, c)`` and the penalty: a scalar for ``"mean"``, ``(B,)`` for ``"none"``.
 

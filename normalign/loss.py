@@ -1,0 +1,114 @@
+"""The task loss and the GrokAlign penalty as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normalign._probes import ProbeStream
+from normalign.grokalign import grokalign, make_call
+
+
+class GrokAlignLoss(nn.Module):
+    """``criterion(logits, y) + weight * penalty`` from one forward pass.
+
+    ::
+
+        loss_fn = normalign.GrokAlignLoss(nn.CrossEntropyLoss(), weight=0.1)
+        loss = loss_fn(model, x, y)
+        loss.backward()
+
+    Its probes come from a stream of its own. ``state_dict`` holds the state of that stream, so a
+    restored run continues with the same probes.
+
+    Args:
+        criterion: Called as ``criterion(logits, y)``; returns a scalar.
+        weight: Of the penalty, at least 0; 0 trains exactly as without it, and costs nothing.
+            The attribute may be changed between steps.
+        seed: Where the probe stream starts; by default at ``torch.initial_seed()``.
+        **options: Those of ``normalign.grokalign``: ``penalty``, ``num_probes``, ``probes``,
+            ``exact``, ``forward``, ``output``, ``implementation``, ``check_finite``, ``generator``.
+
+    Attributes:
+        logits: Of the last call, detached.
+        task_loss: Of the last call, detached.
+        penalty: Of the last call, without the weight, detached; ``None`` where weight is 0.
+    """
+
+    def __init__(
+        self,
+        criterion: Callable[[Tensor, Any], Tensor],
+        weight: float,
+        *,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if "reduction" in options:
+            msg = "GrokAlignLoss takes the mean over the batch: reduction is no option of it"
+            raise TypeError(msg)
+        self.criterion = criterion
+        self.weight = weight
+        self.options = options
+        self.stream = ProbeStream(torch.initial_seed() if seed is None else seed)
+        self.logits: Tensor | None = None
+        self.task_loss: Tensor | None = None
+        self.penalty: Tensor | None = None
+
+    @property
+    def weight(self) -> float:
+        """The factor of the penalty."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        if not 0 <= value < float("inf"):
+            msg = f"weight must be finite and at least 0, got {value}"
+            raise ValueError(msg)
+        self._weight = float(value)
+
+    def forward(
+        self, model: nn.Module, x: Tensor, y: Any, probe_vectors: Tensor | None = None
+    ) -> Tensor:
+        """The total loss of a batch.
+
+        Args:
+            model: See ``normalign.grokalign``.
+            x: Inputs ``(B, ...)``.
+            y: Targets, as the criterion takes them.
+            probe_vectors: Probes to use instead of the stream's, ``(P, B, c)``: a line search
+                (LBFGS) needs the same ones in every evaluation of a step.
+        """
+        options = self.options
+        if self._weight == 0:
+            logits = make_call(model, options.get("forward"), options.get("output"))(x)
+            task = self.criterion(logits, y)
+            self.logits, self.task_loss, self.penalty = logits.detach(), task.detach(), None
+            return task
+        if probe_vectors is None and "generator" not in options:
+            options = {**options, "generator": self.stream.on(x.device)}
+        logits, penalty = grokalign(model, x, probe_vectors=probe_vectors, **options)
+        task = self.criterion(logits, y)
+        if task.dim() != 0:
+            msg = f"criterion must return a scalar, got shape {tuple(task.shape)}"
+            raise ValueError(msg)
+        self.logits, self.task_loss = logits.detach(), task.detach()
+        self.penalty = penalty.detach()
+        return task + self._weight * penalty
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The state of the probe stream, for ``state_dict``."""
+        return self.stream.state()
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Continues the probe stream from ``state_dict``."""
+        self.stream.restore(state)
+
+    def extra_repr(self) -> str:
+        """Weight and options, for ``print``."""
+        return ", ".join(
+            [f"weight={self._weight}", *(f"{k}={v!r}" for k, v in self.options.items())]
+        )
