@@ -4,3 +4,25 @@ from normalign.reference.grokalign import grokalign, root
 from normalign.reference.orthogonal_projection import orthogonal_projection
 
 __all__ = ["grokalign", "orthogonal_projection", "root"]
+from normalign.reference.laplace_gram import (
+    agop,
+    distances,
+    gradient_weights,
+    input_gradient,
+    jacobian,
+    laplace_gram,
+    laplace_matvec,
+    squared_distances,
+)
+
+__all__ = [
+    "agop",
+    "distances",
+    "gradient_weights",
+    "input_gradient",
+    "jacobian",
+    "laplace_gram",
+    "laplace_matvec",
+    "orthogonal_projection",
+    "squared_distances",
+]

@@ -1,0 +1,82 @@
+"""A kernel machine with fixed features: what one solve of RFAM gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from normalign import _rfam_kernels
+from normalign._rfam_kernels import kernel_shape
+
+
+@dataclass
+class Machine:
+    """``f(x) = sum_i K(x, x_i) a_i`` with ``K = exp(-(D / L)^q)`` under ``M = F F^T``.
+
+    Attributes:
+        mean: Centre that is subtracted from every input, shape ``(d,)``.
+        factor: ``F``, shape ``(d, r)``, float64.
+        points: Training points in factor space, ``(x - mean) F``, shape ``(n, r)``.
+        dual_coef: ``a``, shape ``(n, c)``.
+        bandwidth: ``L``.
+        kernel: ``"laplace"``, ``"gaussian"``, or the exponent q.
+        jitter: What the solve had to add to the diagonal; 0 as a rule.
+    """
+
+    mean: Tensor
+    factor: Tensor
+    points: Tensor
+    dual_coef: Tensor
+    bandwidth: float
+    kernel: str | float = "laplace"
+    jitter: float = 0.0
+
+    @property
+    def feature_matrix(self) -> Tensor:
+        """``M``, shape ``(d, d)``, float64."""
+        return self.factor @ self.factor.T
+
+    def project(self, x: Tensor) -> Tensor:
+        """``(x - mean) F``, shape ``(m, r)``."""
+        return project(x, self.mean, self.factor, self.points.dtype)
+
+    def decision(self, x: Tensor, chunk: int | None = None) -> Tensor:
+        """``f(x)``, shape ``(m, c)``; ``chunk`` rows at a time."""
+        exponent, length = kernel_shape(self.kernel, self.bandwidth)
+        parts = [
+            _rfam_kernels.matvec(self.project(p), self.points, self.dual_coef, length, exponent)
+            for p in x.split(chunk or max(1, x.shape[0]))
+        ]
+        return torch.cat(parts).to(x.dtype)
+
+    def input_gradient(self, x: Tensor, cotangent: Tensor) -> Tensor:
+        """Gradient of ``sum_k cotangent_ik f_k(x_i)``, shape ``(m, d)``.
+
+        A training point at distance 0 contributes 0: there the kernel has no gradient.
+        """
+        exponent, length = kernel_shape(self.kernel, self.bandwidth)
+        g = _rfam_kernels.gradient(
+            self.project(x), self.points, self.dual_coef,
+            cotangent.to(self.dual_coef.dtype), length, exponent,
+        )  # fmt: skip
+        return (g @ self.factor.to(g.dtype).T).to(x.dtype)
+
+    def jacobian(self, x: Tensor) -> Tensor:
+        """Gradients of every output, shape ``(m, c, d)``."""
+        exponent, length = kernel_shape(self.kernel, self.bandwidth)
+        g = _rfam_kernels.jacobian(self.project(x), self.points, self.dual_coef, length, exponent)
+        return (g @ self.factor.to(g.dtype).T).to(x.dtype)
+
+    def agop(self, x: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        """Mean of ``sum_k g_k g_k^T`` over ``x``, or over the training points: ``(d, d)``."""
+        exponent, length = kernel_shape(self.kernel, self.bandwidth)
+        u = self.points if x is None else self.project(x)
+        r = _rfam_kernels.agop(u, self.points, self.dual_coef, length, exponent, weight)
+        return self.factor @ r @ self.factor.T
+
+
+def project(x: Tensor, mean: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``(x - mean) F`` in ``dtype``, shape ``(m, r)``."""
+    return (x.to(dtype) - mean.to(dtype)) @ factor.to(dtype)
