@@ -112,7 +112,8 @@ def authors_joint(problem: Problem, draw: Draw = sphere) -> Step:
     """The paper authors' algorithm.
 
     J x by the double-backward trick (the derivative of J^T u in u, applied to x), the probe's
-    J^T v by a second vector-Jacobian product, and then a backward pass through both.
+    J^T v by a second vector-Jacobian product, and then a backward pass through both. As there, the
+    input requires a gradient, also where it is the direction x.
     """
     model, y, x = problem.model, problem.y, problem.x.detach().requires_grad_()
 
@@ -123,7 +124,7 @@ def authors_joint(problem: Problem, draw: Draw = sphere) -> Step:
             logits = model(x)
             u = torch.zeros_like(logits, requires_grad=True)
             (jtu,) = torch.autograd.grad(logits, x, u, create_graph=True)
-            (jx,) = torch.autograd.grad(jtu, u, x.detach(), create_graph=True)
+            (jx,) = torch.autograd.grad(jtu, u, x, create_graph=True)
             (jtv,) = torch.autograd.grad(logits, x, draw(logits), create_graph=True)
             norm = jtv.flatten(1).norm(dim=1).mean()
             value = norm + (logits - jx).square().sum(1).mean()
