@@ -42,6 +42,7 @@ class Row:
     ratio: float  # median over rounds of own time / the base's time in the same round
     ratio_p20: float
     ratio_p80: float
+    over_floor: float  # the same, against the case's floor; 0 where it has none
     gflops: float  # 0 where the case states no operation count
     peak_mib: float  # memory that one call needs above what it started with; -1 if not measured
 
@@ -80,7 +81,8 @@ class Bench:
         base: str,
         *,
         check: Callable[[], None] | None = None,
-        flops: float = 0.0,
+        floor: str | None = None,
+        flops: float | Mapping[str, float] = 0.0,
         clock: str | None = None,
         memory: bool = False,
         quiet: bool = False,
@@ -92,7 +94,8 @@ class Bench:
             calls: Callables without arguments; a call runs once or more in each round.
             base: Name of the callable that ratios refer to.
             check: Runs first; it compares answers and raises if they differ.
-            flops: Operations of one call, for GFLOP/s; the same for all.
+            floor: Name of the callable that does the least possible, for a second ratio.
+            flops: Operations of one call, for GFLOP/s; one number, or one for each name.
             clock: ``"process"`` (CPU time; the default with one thread) or ``"wall"``.
             memory: Also measure the peak memory of one call.
             quiet: Print nothing.
@@ -103,12 +106,14 @@ class Bench:
         samples = self._sample(calls, clock)
         result = {}
         for name, times in samples.items():
-            ratios = [t / b for t, b in zip(times, samples[base], strict=True)]
-            median = statistics.median(times)
+            ratios = _paired(times, samples[base])
+            over_floor = statistics.median(_paired(times, samples[floor])) if floor else 0.0
+            work = flops.get(name, 0.0) if isinstance(flops, Mapping) else flops
             result[name] = Row(
-                case, name, self.args.threads, clock, *(1e6 * q for q in _spread(times)),
-                *_spread(ratios), flops / median / 1e9,
-                self._peak_mib(calls[name]) if memory else -1.0,
+                case=case, name=name, threads=self.args.threads, clock=clock,
+                **_spread("", times, 1e6), **_spread("ratio", ratios), over_floor=over_floor,
+                gflops=work / statistics.median(times) / 1e9,
+                peak_mib=self._peak_mib(calls[name]) if memory else -1.0,
             )  # fmt: skip
         self.rows += result.values()
         if not quiet:
@@ -183,11 +188,20 @@ class Bench:
         return 1 if worse else 0
 
 
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile."""
-    ordered = sorted(values)
+def _paired(times: Sequence[float], base: Sequence[float]) -> list[float]:
+    return [t / b for t, b in zip(times, base, strict=True)]
+
+
+def _spread(name: str, values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
+    """Median, 20th and 80th percentile, as fields of a row."""
+    ordered = sorted(scale * v for v in values)
     last = len(ordered) - 1
-    return statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)]
+    prefix = f"{name}_" if name else ""
+    return {
+        name or "median": statistics.median(ordered),
+        prefix + "p20": ordered[round(0.2 * last)],
+        prefix + "p80": ordered[round(0.8 * last)],
+    }
 
 
 def _status_kib(field: str) -> int:
@@ -201,15 +215,17 @@ def print_rows(rows: Sequence[Row]) -> None:
     """One line for each callable."""
     width = max(len(r.name) for r in rows) + 2
     print(f"\n{rows[0].case}  ({rows[0].threads} thread(s), {rows[0].clock} time)")
-    print(
-        f"  {'':{width}}{'us/call':>11}{'p20':>11}{'p80':>11}{'ratio':>8}{'GFLOP/s':>9}{'MiB':>8}"
+    titles = (
+        f"{'us/call':>11}{'p20':>11}{'p80':>11}{'ratio':>8}{'/floor':>8}{'GFLOP/s':>9}{'MiB':>8}"
     )
+    print(f"  {'':{width}}{titles}")
     for r in rows:
+        floor = f"{r.over_floor:.2f}" if r.over_floor else "-"
         gflops = f"{r.gflops:.1f}" if r.gflops else "-"
         mib = f"{r.peak_mib:.1f}" if r.peak_mib >= 0 else "-"
         print(
             f"  {r.name:{width}}{r.median:11.1f}{r.p20:11.1f}{r.p80:11.1f}{r.ratio:8.2f}"
-            f"{gflops:>9}{mib:>8}",
+            f"{floor:>8}{gflops:>9}{mib:>8}",
             flush=True,
         )
 

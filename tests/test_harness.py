@@ -22,8 +22,8 @@ def test_ratio_refers_to_the_base_and_survives_csv(tmp_path, capsys):
     path = str(tmp_path / "out.csv")
     bench = _bench("--sample", "0.002", "--csv", path)
     calls = {"one": lambda: _spin(0.001), "three": lambda: _spin(0.003)}
-    rows = bench.case("spin", calls, base="one", flops=1e6)
-    assert rows["one"].ratio == 1
+    rows = bench.case("spin", calls, base="one", floor="three", flops=1e6)
+    assert rows["one"].ratio == rows["three"].over_floor == 1
     assert 2.5 < rows["three"].ratio < 3.5  # a call costs microseconds beside these milliseconds
     assert 0.5 < rows["one"].gflops <= 1.01
     assert bench.finish() == 0
@@ -33,7 +33,7 @@ def test_ratio_refers_to_the_base_and_survives_csv(tmp_path, capsys):
 
 
 def test_compare_fails_on_a_regression_only(tmp_path):
-    row = harness.Row("case", "ours", 1, "process", 10, 9, 11, 1.5, 1.45, 1.55, 0, -1)
+    row = harness.Row("case", "ours", 1, "process", 10, 9, 11, 1.5, 1.45, 1.55, 0, 0, -1)
     path = str(tmp_path / "old.csv")
     harness.write_csv(path, [row], {})
     bench = _bench("--compare", path)
