@@ -31,7 +31,7 @@ def solve_gram(
     Returns:
         ``a``, shape ``(n, c)``, and the jitter that was needed.
     """
-    ridge = torch.full_like(gram[:, 0], reg) if weight is None else reg / weight.to(gram.dtype)
+    ridge = gram.new_full((gram.shape[0],), reg) if weight is None else reg / weight.to(gram.dtype)
     diagonal = float(gram.diagonal().max()) if gram.numel() else 1.0
     for jitter in jitter_ladder(gram.dtype, diagonal):
         system = gram.clone()

@@ -1,9 +1,6 @@
 """Plain-torch definitions of every operator: any device, any float dtype, and the fallback."""
 
 from normalign.reference.grokalign import grokalign, root
-from normalign.reference.orthogonal_projection import orthogonal_projection
-
-__all__ = ["grokalign", "orthogonal_projection", "root"]
 from normalign.reference.laplace_gram import (
     agop,
     distances,
@@ -14,15 +11,18 @@ from normalign.reference.laplace_gram import (
     laplace_matvec,
     squared_distances,
 )
+from normalign.reference.orthogonal_projection import orthogonal_projection
 
 __all__ = [
     "agop",
     "distances",
     "gradient_weights",
+    "grokalign",
     "input_gradient",
     "jacobian",
     "laplace_gram",
     "laplace_matvec",
     "orthogonal_projection",
+    "root",
     "squared_distances",
 ]

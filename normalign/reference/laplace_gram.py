@@ -120,5 +120,5 @@ def agop(
 ) -> Tensor:
     """``sum_i w_i sum_k g_ik g_ik^T / sum_i w_i`` with ``g_ik`` the gradient of ``f_k`` at x_i."""
     g = jacobian(x, z, coef, feature_matrix, bandwidth, exponent)  # (m, c, d)
-    w = torch.ones_like(x[:, 0]) if weight is None else weight
+    w = x.new_ones(x.shape[0]) if weight is None else weight
     return torch.einsum("i,ikd,ike->de", w, g, g) / w.sum()

@@ -1,0 +1,133 @@
+"""Projected gradient ascent on the inputs of a kernel machine, with its analytic gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from normalign._checks import check_choice, check_count, check_shape
+from normalign._rfam_machine import Machine
+
+LOSSES = ("mse", "margin", "cross_entropy")
+NORMS = ("linf", "l2")
+SELECT = ("last", "loss", "margin")
+
+
+@dataclass
+class Attack:
+    """What an attack found.
+
+    Attributes:
+        x: Attacked points, shape ``(m, d)``.
+        value: What ``select`` maximises at ``x``, shape ``(m,)``; with ``"last"``, the loss.
+        zero_gradients: In how many of the steps each point's gradient was 0, shape ``(m,)``.
+            A kernel that underflows, or a start on a training point, reads as robustness.
+    """
+
+    x: Tensor
+    value: Tensor
+    zero_gradients: Tensor
+
+
+def attack_loss(f: Tensor, targets: Tensor, loss: str) -> Tensor:
+    """The loss of each row, shape ``(m,)``, from decision values and targets ``(m, c)``.
+
+    ``mse`` is the squared distance to the target row; ``margin`` the largest other output minus
+    that of the true class (positive where misclassified); ``cross_entropy`` is of the softmax.
+    The true class is where the target row is largest.
+    """
+    if loss == "mse":
+        return (f - targets).square().sum(1)
+    label = targets.argmax(1, keepdim=True)
+    own = f.gather(1, label).squeeze(1)
+    if loss == "cross_entropy":
+        return f.logsumexp(1) - own
+    return f.scatter(1, label, -torch.inf).amax(1) - own
+
+
+def loss_cotangent(f: Tensor, targets: Tensor, loss: str) -> Tensor:
+    """The gradient of ``attack_loss`` in ``f``, shape ``(m, c)``, up to a positive factor."""
+    if loss == "mse":
+        return f - targets
+    label = targets.argmax(1, keepdim=True)
+    if loss == "cross_entropy":
+        v = f.softmax(1)
+    else:
+        other = f.scatter(1, label, -torch.inf).argmax(1, keepdim=True)
+        v = torch.zeros_like(f).scatter(1, other, 1.0)
+    return v.scatter_add(1, label, torch.full_like(f, -1.0))
+
+
+def pgd(
+    machine: Machine,
+    x: Tensor,
+    targets: Tensor,
+    *,
+    eps: float | Tensor,
+    step: float | Tensor,
+    iters: int,
+    loss: str = "mse",
+    norm: str = "linf",
+    start: Tensor | None = None,
+    lower: Tensor | None = None,
+    upper: Tensor | None = None,
+    select: str = "last",
+) -> Attack:
+    """Maximises a loss of ``machine`` over a ball around each row of ``x``.
+
+    Args:
+        machine: The kernel machine.
+        x: Clean points, shape ``(m, d)``.
+        targets: One-hot labels or regression targets, shape ``(m, c)``.
+        eps: Radius; with ``norm="linf"`` also one for each feature, shape ``(d,)``. A feature with
+            radius 0 is frozen.
+        step: Length of a step; like ``eps``.
+        iters: Number of steps.
+        loss: ``"mse"``, ``"margin"`` or ``"cross_entropy"``.
+        norm: ``"linf"`` (signed steps) or ``"l2"`` (normalised steps).
+        start: First iterate, shape ``(m, d)``; ``x`` if None.
+        lower: Least allowed value of each feature, shape ``(d,)``.
+        upper: Greatest allowed value of each feature.
+        select: ``"last"`` returns the last iterate; ``"loss"`` and ``"margin"`` the one, start
+            included, where that is largest.
+    """
+    check_choice("loss", loss, LOSSES)
+    check_choice("norm", norm, NORMS)
+    check_choice("select", select, SELECT)
+    check_count("iters", iters, least=0)
+    check_shape("x", x, (None, machine.mean.shape[0]))
+    check_shape("targets", targets, (x.shape[0], machine.dual_coef.shape[1]))
+    if start is not None:
+        check_shape("start", start, tuple(x.shape))
+    if norm == "l2" and (isinstance(eps, Tensor) or isinstance(step, Tensor)):
+        msg = "eps and step must be numbers with norm='l2', got a tensor"
+        raise TypeError(msg)
+    current = x.clone() if start is None else start.clone()
+    value = x.new_full((x.shape[0],), -torch.inf)
+    best = current.clone()
+    zero = torch.zeros(x.shape[0], dtype=torch.int64)
+    for iteration in range(iters + 1):
+        f = machine.decision(current)
+        reached = attack_loss(f, targets, "margin" if select == "margin" else loss)
+        better = (reached > value) | (select == "last")
+        value = torch.where(better, reached, value)
+        best = torch.where(better.unsqueeze(1), current, best)
+        if iteration == iters:
+            break
+        g = machine.input_gradient(current, loss_cotangent(f, targets, loss))
+        zero += (g == 0).all(1)
+        if norm == "linf":
+            move = current + step * g.sign() - x
+            current = x + torch.clamp(move, -eps, eps)  # type: ignore[arg-type]
+        else:
+            length = g.norm(dim=1, keepdim=True)
+            move = current + step * g / torch.where(length > 0, length, 1.0) - x
+            size = move.norm(dim=1, keepdim=True)
+            current = x + move * torch.where(size > eps, eps / size, 1.0)
+        if lower is not None:
+            current = torch.maximum(current, lower)
+        if upper is not None:
+            current = torch.minimum(current, upper)
+    return Attack(best, value, zero)

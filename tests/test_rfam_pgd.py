@@ -1,0 +1,93 @@
+"""The attack on kernel machines against one written with autograd in float64."""
+
+import pytest
+import torch
+
+from normalign._rfam_fit import fit
+from normalign._rfam_pgd import attack_loss, pgd
+
+
+def _machine(n=60, d=5, c=3, dtype=torch.float64, **settings):
+    x = torch.randn(n, d, dtype=dtype)
+    y = torch.nn.functional.one_hot((x[:, :c]).argmax(1), c).to(dtype)
+    return fit(x, y, n_iter=2, reg=0.1, **settings).machine
+
+
+def _by_autograd(machine, x, targets, start, *, eps, step, iters, loss, norm):
+    m = machine.feature_matrix
+    z = machine.points @ torch.linalg.pinv(machine.factor.to(m.dtype)) + machine.mean
+    current = start.clone()
+    for _ in range(iters):
+        current.requires_grad_()
+        delta = current[:, None] - z[None]
+        f = torch.exp(-((delta @ m) * delta).sum(-1).sqrt() / 10) @ machine.dual_coef
+        (g,) = torch.autograd.grad(attack_loss(f, targets, loss).sum(), current)
+        with torch.no_grad():
+            if norm == "linf":
+                current = x + (current + step * g.sign() - x).clamp(-eps, eps)
+            else:
+                move = current + step * g / g.norm(dim=1, keepdim=True) - x
+                size = move.norm(dim=1, keepdim=True)
+                current = x + move * (eps / size).clamp(max=1)
+    return current
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("loss", ["mse", "margin", "cross_entropy"])
+def test_follows_the_autograd_attack(loss, norm):
+    machine = _machine()
+    x = torch.randn(9, 5, dtype=torch.float64)
+    targets = torch.nn.functional.one_hot(torch.arange(9) % 3, 3).double()
+    start = x + 0.1 * torch.rand_like(x)
+    settings = {"eps": 0.5, "step": 0.05, "iters": 8, "loss": loss, "norm": norm}
+    exact = _by_autograd(machine, x, targets, start, **settings)
+    result = pgd(machine, x, targets, start=start, **settings)
+    torch.testing.assert_close(result.x, exact)
+    assert (result.zero_gradients == 0).all()
+
+
+def test_best_iterate_is_never_worse_than_the_start():
+    machine = _machine(dtype=torch.float32)
+    x = torch.randn(30, 5)
+    targets = torch.nn.functional.one_hot(torch.arange(30) % 3, 3).float()
+    clean = attack_loss(machine.decision(x), targets, "margin")
+    result = pgd(machine, x, targets, eps=1.0, step=0.7, iters=5, select="margin")
+    assert (result.value >= clean).all()
+    reached = attack_loss(machine.decision(result.x), targets, "margin")
+    torch.testing.assert_close(reached, result.value, atol=1e-5, rtol=1e-5)
+
+
+def test_frozen_features_and_bounds():
+    machine = _machine(dtype=torch.float32)
+    x = torch.rand(20, 5)
+    targets = torch.nn.functional.one_hot(torch.arange(20) % 3, 3).float()
+    eps = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4])
+    low, high = torch.zeros(5), torch.ones(5)
+    result = pgd(machine, x, targets, eps=eps, step=0.1, iters=6, lower=low, upper=high)
+    assert torch.equal(result.x[:, 0], x[:, 0])
+    assert ((result.x - x).abs() <= eps + 1e-6).all()
+    assert ((result.x >= 0) & (result.x <= 1)).all()
+
+
+def test_standing_on_the_only_training_point_is_reported():
+    machine = _machine(n=1)
+    x = machine.mean.unsqueeze(0) + 0.0
+    result = pgd(machine, x, torch.zeros(1, 3, dtype=x.dtype), eps=1.0, step=0.1, iters=3)
+    assert result.zero_gradients.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"loss": "hinge"}, ValueError, "loss must be one of mse, margin, cross_entropy, got"),
+        ({"norm": "l1"}, ValueError, "norm must be one of linf, l2, got 'l1'"),
+        ({"norm": "l2", "eps": torch.ones(5)}, TypeError, "eps and step must be numbers"),
+        ({"start": torch.zeros(1, 2)}, ValueError, r"start must have shape \(4, 5\)"),
+        ({"iters": -1}, ValueError, "iters must be an integer of at least 0"),
+    ],
+)
+def test_bad_input(settings, error, message):
+    machine = _machine()
+    x, targets = torch.zeros(4, 5, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)
+    with pytest.raises(error, match=message):
+        pgd(machine, x, targets, **{"eps": 1.0, "step": 0.1, "iters": 2, **settings})
