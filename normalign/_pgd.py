@@ -1,0 +1,303 @@
+"""Projected gradient ascent in a box or an ellipsoid, on any model with outputs and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+LOSSES = ("mse", "cross_entropy", "margin")
+NORMS = ("linf", "l2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How the attack runs.
+
+    Attributes:
+        norm: ``"linf"`` or ``"l2"``.
+        loss: What is increased: ``"mse"`` (to the one-hot label), ``"cross_entropy"``, or
+            ``"margin"`` (best other output minus the label's).
+        steps: Gradient steps.
+        step_size: Length of a step as a share of eps.
+        restarts: Independent starts; the first that succeeds counts.
+        random_start: Start at a random point of the region instead of at the input.
+        best_iterate: Keep, of all points visited, the first that is misclassified, else the one
+            with the largest loss; the input itself is the first of them. Without it the last
+            point is the result, however it fares.
+    """
+
+    norm: str = "linf"
+    loss: str = "margin"
+    steps: int = 40
+    step_size: float = 0.1
+    restarts: int = 2
+    random_start: bool = True
+    best_iterate: bool = True
+
+
+# The attack of the paper's table: 20 steps of eps / 10 from a random start, the last point taken.
+PUBLISHED = Settings(loss="mse", steps=20, step_size=0.1, restarts=1, best_iterate=False)
+STRONG = Settings()
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What an attack found.
+
+    Attributes:
+        x: Adversarial inputs, shaped as the inputs.
+        wrong: Rows that are misclassified there, shape ``(B,)``.
+        zero_gradients: Gradients that were exactly zero.
+        gradients: Gradients that were computed.
+    """
+
+    x: Tensor
+    wrong: Tensor
+    zero_gradients: int
+    gradients: int
+
+
+class Victim:
+    """A model seen by the attack: its outputs, and cotangents pulled back to the input."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Outputs ``(B, c)``."""
+        raise NotImplementedError
+
+    def gradient(self, x: Tensor, cotangent: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Outputs, and ``J(x)^T cotangent(outputs)``."""
+        raise NotImplementedError
+
+    def attack(
+        self, x: Tensor, labels: Tensor, start: Tensor, scale: Tensor, settings: Settings
+    ) -> tuple[Tensor, int] | None:
+        """All steps at once where the model has a kernel for them: last point, zero gradients."""
+        return None
+
+
+class TorchVictim(Victim):
+    """Any callable from inputs to ``(B, c)`` outputs, through autograd."""
+
+    def __init__(self, model: Callable[[Tensor], Tensor]) -> None:
+        self.model = model
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Outputs ``(B, c)``."""
+        with torch.no_grad():
+            return self._checked(self.model(x), x)
+
+    def gradient(self, x: Tensor, cotangent: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Outputs, and ``J(x)^T cotangent(outputs)``."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            outputs = self._checked(self.model(x), x)
+            direction = cotangent(outputs.detach())
+            (gradient,) = torch.autograd.grad(outputs, x, direction)
+        return outputs.detach(), gradient
+
+    @staticmethod
+    def _checked(outputs: Tensor, x: Tensor) -> Tensor:
+        if not isinstance(outputs, Tensor) or outputs.dim() != 2 or len(outputs) != len(x):
+            got = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            msg = f"the model must return outputs of shape ({len(x)}, classes), got {got}"
+            raise ValueError(msg)
+        return outputs
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: object) -> Iterator[None]:
+    """Runs the body with every module in eval mode, and puts each one's mode back."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    modes = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+
+
+def loss_and_cotangent(loss: str, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The attack's loss of each row ``(B,)``, and its derivative by the outputs ``(B, c)``."""
+    rows = torch.arange(len(outputs), device=outputs.device)
+    if loss == "mse":
+        residual = outputs.clone()
+        residual[rows, labels] -= 1.0
+        return residual.square().mean(dim=1), residual * (2.0 / outputs.shape[1])
+    if loss == "cross_entropy":
+        cotangent = outputs.softmax(dim=1)
+        cotangent[rows, labels] -= 1.0
+        return torch.logsumexp(outputs, dim=1) - outputs[rows, labels], cotangent
+    others = outputs.clone()
+    others[rows, labels] = -torch.inf
+    best, index = others.max(dim=1)
+    cotangent = torch.zeros_like(outputs)
+    cotangent[rows, index] = 1.0
+    cotangent[rows, labels] -= 1.0
+    return best - outputs[rows, labels], cotangent
+
+
+def misclassified(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Rows whose largest output is not the label's; a NaN output counts as wrong."""
+    return (outputs.argmax(dim=1) != labels) | outputs.isnan().any(dim=1)
+
+
+def run(
+    victim: Victim,
+    x: Tensor,
+    labels: Tensor,
+    scale: Tensor,
+    settings: Settings,
+    generator: torch.Generator,
+    bounds: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> Outcome:
+    """Attacks every row of ``x``.
+
+    Args:
+        victim: The model.
+        x: Inputs, shape ``(B, ...)``.
+        labels: Class indices, shape ``(B,)``.
+        scale: The region is ``x + scale * z`` with ``|z| <= 1`` in the norm; broadcasts to ``x``.
+            A coordinate with scale 0 is frozen.
+        settings: How to attack.
+        generator: Draws the random starts, on the CPU.
+        bounds: Least and largest allowed value, each broadcasting to ``x``.
+    """
+    scale = torch.broadcast_to(scale, x.shape)
+    outcome = Outcome(x.clone(), torch.zeros(len(x), dtype=torch.bool, device=x.device), 0, 0)
+    if settings.best_iterate:
+        outputs = victim.outputs(x)
+        best, _ = loss_and_cotangent(settings.loss, outputs, labels)
+        outcome.wrong = misclassified(outputs, labels)
+    for _ in range(settings.restarts):
+        # Drawn for all rows, attacked or not, so that one row's start never depends on another.
+        start = _start(x, scale, settings, generator)
+        start = _bounded(start, bounds)
+        if not settings.best_iterate:
+            _last_iterate(victim, x, labels, start, scale, settings, bounds, outcome)
+            continue
+        active = torch.nonzero(~outcome.wrong)[:, 0]
+        point = start[active]
+        for step in range(settings.steps + 1):
+            if not len(active):
+                break
+            here, target = point, labels[active]
+            if step < settings.steps:
+                outputs, gradient = victim.gradient(here, _cotangent(settings.loss, target))
+                outcome.gradients += len(here)
+                outcome.zero_gradients += _zero_rows(gradient)
+            else:
+                outputs = victim.outputs(here)
+            loss, _ = loss_and_cotangent(settings.loss, outputs, target)
+            wrong = misclassified(outputs, target)
+            better = wrong | (loss > best[active])
+            outcome.x[active[better]] = here[better]
+            best[active[better]] = loss[better]
+            outcome.wrong[active[wrong]] = True
+            if step == settings.steps:
+                break
+            active, going = active[~wrong], ~wrong
+            point = _step(x[active], here[going], gradient[going], scale[active], settings)
+            point = _bounded(point, (_rows(bounds[0], active, x), _rows(bounds[1], active, x)))
+    return outcome
+
+
+def _last_iterate(
+    victim: Victim,
+    x: Tensor,
+    labels: Tensor,
+    start: Tensor,
+    scale: Tensor,
+    settings: Settings,
+    bounds: tuple[Tensor | None, Tensor | None],
+    outcome: Outcome,
+) -> None:
+    """The attack as it is commonly published: whatever point comes last is the result.
+
+    With restarts a row counts as misclassified when one of them ends so.
+    """
+    at_once = victim.attack(x, labels, start, scale, settings) if bounds == (None, None) else None
+    if at_once is not None:
+        point, zeros = at_once
+    else:
+        point, zeros = start, 0
+        for _ in range(settings.steps):
+            _, gradient = victim.gradient(point, _cotangent(settings.loss, labels))
+            zeros += _zero_rows(gradient)
+            point = _bounded(_step(x, point, gradient, scale, settings), bounds)
+    outcome.gradients += settings.steps * len(x)
+    outcome.zero_gradients += zeros
+    wrong = misclassified(victim.outputs(point), labels)
+    taken = wrong | ~outcome.wrong
+    outcome.x[taken] = point[taken]
+    outcome.wrong |= wrong
+
+
+def _cotangent(loss: str, labels: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda outputs: loss_and_cotangent(loss, outputs, labels)[1]
+
+
+def _rows(bound: Tensor | None, rows: Tensor, x: Tensor) -> Tensor | None:
+    return None if bound is None else torch.broadcast_to(bound, x.shape)[rows]
+
+
+def _zero_rows(gradient: Tensor) -> int:
+    return int((~gradient.flatten(1).ne(0).any(dim=1)).sum())
+
+
+def _expand(values: Tensor, like: Tensor) -> Tensor:
+    return values.reshape(-1, *[1] * (like.dim() - 1))
+
+
+def _start(
+    x: Tensor, scale: Tensor, settings: Settings, generator: torch.Generator
+) -> Tensor:
+    if not settings.random_start:
+        return x.clone()
+    if settings.norm == "linf":
+        z = 2.0 * torch.rand(x.shape, dtype=x.dtype, generator=generator) - 1.0
+    else:  # uniform in the ball of the coordinates that may move
+        z = torch.randn(x.shape, dtype=x.dtype, generator=generator)
+        z = torch.where(scale.cpu() > 0, z, 0.0)
+        moving = (scale.flatten(1) > 0).sum(dim=1).clamp(min=1).cpu()
+        radius = torch.rand(len(x), dtype=x.dtype, generator=generator) ** (1.0 / moving)
+        length = z.flatten(1).norm(dim=1).clamp(min=torch.finfo(x.dtype).tiny)
+        z = z * _expand(radius / length, z)
+    return _project(x, x + scale * z.to(x.device), scale, settings.norm)
+
+
+def _step(x: Tensor, point: Tensor, gradient: Tensor, scale: Tensor, settings: Settings) -> Tensor:
+    """One step of steepest ascent in the coordinates ``z``, back into the region."""
+    if settings.norm == "linf":
+        move = scale * gradient.sign()
+    else:
+        direction = scale * gradient
+        # Divided by the largest entry first: squares of tiny gradients would underflow.
+        largest = direction.flatten(1).abs().amax(dim=1).clamp(min=torch.finfo(x.dtype).tiny)
+        direction = direction / _expand(largest, direction)
+        length = direction.flatten(1).norm(dim=1).clamp(min=1e-12)
+        move = scale * direction / _expand(length, direction)
+    return _project(x, point + settings.step_size * move, scale, settings.norm)
+
+
+def _project(x: Tensor, point: Tensor, scale: Tensor, norm: str) -> Tensor:
+    if norm == "linf":
+        return torch.minimum(torch.maximum(point, x - scale), x + scale)
+    z = torch.where(scale > 0, (point - x) / scale, 0.0)
+    length = z.flatten(1).norm(dim=1)
+    shrink = torch.where(length > 1.0, 1.0 / length, 1.0)
+    return torch.where(_expand(length > 1.0, z), x + scale * z * _expand(shrink, z), point)
+
+
+def _bounded(point: Tensor, bounds: tuple[Tensor | None, Tensor | None]) -> Tensor:
+    low, high = bounds
+    if low is not None:
+        point = torch.maximum(point, low)
+    if high is not None:
+        point = torch.minimum(point, high)
+    return point
