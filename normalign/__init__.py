@@ -1,8 +1,45 @@
 """GrokAlign and RFAM: fast compiled kernels that make classifiers normal-aligned."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from normalign._config import show_config
 from normalign.grokalign import grokalign
 from normalign.loss import GrokAlignLoss
 from normalign.orthogonal_projection import orthogonal_projection
 
-__all__ = ["GrokAlignLoss", "grokalign", "orthogonal_projection", "show_config"]
+if TYPE_CHECKING:
+    from normalign.rfam import RFAMClassifier, RFAMRegressor
+    from normalign.robustness import certified_radius, pgd_attack, robustness_report
+
+__all__ = [
+    "GrokAlignLoss",
+    "RFAMClassifier",
+    "RFAMRegressor",
+    "certified_radius",
+    "grokalign",
+    "orthogonal_projection",
+    "pgd_attack",
+    "robustness_report",
+    "show_config",
+]
+
+# Imported when first used: what trains networks alone need not wait for scikit-learn.
+_LAZY = {
+    "RFAMClassifier": "rfam",
+    "RFAMRegressor": "rfam",
+    "certified_radius": "robustness",
+    "pgd_attack": "robustness",
+    "robustness_report": "robustness",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"normalign.{_LAZY[name]}"), name)
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -254,9 +254,7 @@ def _expand(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(-1, *[1] * (like.dim() - 1))
 
 
-def _start(
-    x: Tensor, scale: Tensor, settings: Settings, generator: torch.Generator
-) -> Tensor:
+def _start(x: Tensor, scale: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
     if not settings.random_start:
         return x.clone()
     if settings.norm == "linf":

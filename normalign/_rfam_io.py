@@ -124,7 +124,7 @@ def load(cls: type[Model], path: str | os.PathLike[str]) -> Model:
         if name in arrays:
             as_object = name in header["objects"]
             setattr(model, name, arrays[name].astype(object) if as_object else arrays[name])
-    tensors = {
+    tensors: dict[str, Any] = {
         name.removeprefix("machine."): torch.from_numpy(value)
         for name, value in arrays.items()
         if name.startswith("machine.")
