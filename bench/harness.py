@@ -53,6 +53,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     p.add_argument("--device", default="cpu")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--rounds", type=int, default=15)
+    p.add_argument(
+        "--budget", type=float, default=20.0, help="seconds per case (5 rounds at least)"
+    )
     p.add_argument("--sample", type=float, default=0.01, help="seconds per callable and round")
     p.add_argument("--quick", action="store_true", help="few rounds: shows that it runs")
     p.add_argument("--csv", help="write the rows to this file")
@@ -131,20 +134,23 @@ class Bench:
     def _sample(self, calls: Mapping[str, Call], clock: str) -> dict[str, list[float]]:
         """Seconds per call of every callable in every round."""
         now = time.process_time if clock == "process" else time.perf_counter
-        repeats = {}
+        repeats, round_seconds = {}, 0.0
         for name, call in calls.items():
             call()  # compilation, workspaces
             self._sync()
             start = time.perf_counter()
             call()
             self._sync()
-            repeats[name] = max(1, round(self.sample / (time.perf_counter() - start)))
+            seconds = time.perf_counter() - start
+            repeats[name] = max(1, round(self.sample / seconds))
+            round_seconds += repeats[name] * seconds
+        rounds = min(self.rounds, max(5, int(self.args.budget / round_seconds)))
         samples: dict[str, list[float]] = {name: [] for name in calls}
         names = list(calls)
         gc.collect()
         gc.disable()
         try:
-            for i in range(self.rounds):
+            for i in range(rounds):
                 shift = i % len(names)  # nobody always runs after the same neighbour's caches
                 for name in names[shift:] + names[:shift]:
                     call, n = calls[name], repeats[name]
