@@ -6,6 +6,7 @@
 #endif
 
 namespace normalign {
+void bind_grokalign_stack(py::module_& m);
 void bind_orthogonal_projection(py::module_& m);
 void bind_elementary(py::module_& m);
 }  // namespace normalign
@@ -30,6 +31,7 @@ PYBIND11_MODULE(_C, m) {
     return 1;
 #endif
   });
+  bind_grokalign_stack(m);
   bind_orthogonal_projection(m);
   bind_elementary(m);
 }
