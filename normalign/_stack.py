@@ -63,7 +63,7 @@ def _activation_of(module: nn.Module) -> _Activation | None:
     if isinstance(module, nn.Softplus) and kind is nn.Softplus:
         return (_SOFTPLUS, float(module.beta), float(module.threshold))
     simple = {nn.SiLU: _SILU, nn.Tanh: _TANH, nn.Sigmoid: _SIGMOID}
-    return (simple[kind], 0.0, 0.0) if kind in simple else None  # type: ignore[index]
+    return (simple[kind], 0.0, 0.0) if kind in simple else None
 
 
 def _hook_reason(module: nn.Module) -> str | None:

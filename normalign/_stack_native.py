@@ -46,7 +46,7 @@ class FusedStack:
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, stack: FusedStack, x: Tensor, probes: Tensor, reduction: str, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         if x.stride(1) != 1:
@@ -76,7 +76,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_logits: Tensor | None, grad_penalty: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
