@@ -16,6 +16,7 @@ from normalign._checks import check_choice, check_count, check_float, check_posi
 from normalign._pgd import PUBLISHED, STRONG, Outcome, Settings, Victim
 from normalign._rfam_base import RFAMBase
 from normalign._rfam_fit import Machine
+from normalign._rfam_pgd import pgd
 from normalign.rfam import RFAMClassifier
 
 ATTACKS = {"published": PUBLISHED, "strong": STRONG}
@@ -39,6 +40,34 @@ class MachineVictim(Victim):
         parts = zip(x.split(self.block), cotangent(outputs).split(self.block), strict=True)
         gradients = [self.machine.input_gradient(rows, pulled) for rows, pulled in parts]
         return outputs, torch.cat(gradients) if gradients else torch.zeros_like(x)
+
+    def attack(
+        self, x: Tensor, labels: Tensor, start: Tensor, scale: Tensor, settings: Settings
+    ) -> tuple[Tensor, int, int] | None:
+        """All steps in one call; an ellipsoid has no kernel of its own."""
+        radius: float | Tensor = scale
+        if settings.norm == "l2":
+            if not bool((scale == scale[0]).all()):
+                return None
+            radius = float(scale[0])
+        one_hot = torch.nn.functional.one_hot(labels, self.machine.dual_coef.shape[1])
+        found = [
+            pgd(
+                self.machine,
+                x[rows],
+                one_hot[rows].to(x.dtype),
+                eps=radius,
+                step=settings.step_size * radius,
+                iters=settings.steps,
+                loss=settings.loss,
+                norm=settings.norm,
+                start=start[rows],
+                select="margin" if settings.best_iterate else "last",
+            )
+            for rows in torch.arange(len(x)).split(self.block)
+        ]
+        zeros = sum(int(attack.zero_gradients.sum()) for attack in found)
+        return torch.cat([attack.x for attack in found]), zeros, settings.steps * len(x)
 
 
 def attack_settings(attack: str | Settings | dict[str, Any]) -> Settings:

@@ -25,9 +25,9 @@ class Settings:
         step_size: Length of a step as a share of eps.
         restarts: Independent starts; the first that succeeds counts.
         random_start: Start at a random point of the region instead of at the input.
-        best_iterate: Keep, of all points visited, the first that is misclassified, else the one
-            with the largest loss; the input itself is the first of them. Without it the last
-            point is the result, however it fares.
+        best_iterate: Keep, of all points visited (the input is the first), a misclassified one if
+            there is any, else the one with the largest margin. Without it the last point is the
+            result, however it fares.
     """
 
     norm: str = "linf"
@@ -74,8 +74,8 @@ class Victim:
 
     def attack(
         self, x: Tensor, labels: Tensor, start: Tensor, scale: Tensor, settings: Settings
-    ) -> tuple[Tensor, int] | None:
-        """All steps at once where the model has a kernel for them: last point, zero gradients."""
+    ) -> tuple[Tensor, int, int] | None:
+        """All steps at once, where the model has its own loop; returns as ``_ascend`` does."""
         return None
 
 
@@ -142,8 +142,13 @@ def loss_and_cotangent(loss: str, outputs: Tensor, labels: Tensor) -> tuple[Tens
     return best - outputs[rows, labels], cotangent
 
 
+def margins(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The best other output minus the label's, ``(B,)``; -inf where there is no other class."""
+    return loss_and_cotangent("margin", outputs, labels)[0]
+
+
 def misclassified(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Rows whose largest output is not the label's; a NaN output counts as wrong."""
+    """Rows whose first largest output is not the label's; a NaN counts as wrong."""
     return (outputs.argmax(dim=1) != labels) | outputs.isnan().any(dim=1)
 
 
@@ -162,52 +167,42 @@ def run(
         victim: The model.
         x: Inputs, shape ``(B, ...)``.
         labels: Class indices, shape ``(B,)``.
-        scale: The region is ``x + scale * z`` with ``|z| <= 1`` in the norm; broadcasts to ``x``.
-            A coordinate with scale 0 is frozen.
+        scale: Shape of one input. The region is ``x + scale * z`` with ``|z| <= 1`` in the norm;
+            a coordinate with scale 0 is frozen.
         settings: How to attack.
         generator: Draws the random starts, on the CPU.
-        bounds: Least and largest allowed value, each broadcasting to ``x``.
+        bounds: Least and largest allowed value, each broadcasting to one input.
     """
-    scale = torch.broadcast_to(scale, x.shape)
     outcome = Outcome(x.clone(), torch.zeros(len(x), dtype=torch.bool, device=x.device), 0, 0)
+    best = x.new_full((len(x),), -torch.inf)
     if settings.best_iterate:
         outputs = victim.outputs(x)
-        best, _ = loss_and_cotangent(settings.loss, outputs, labels)
-        outcome.wrong = misclassified(outputs, labels)
+        best, outcome.wrong = margins(outputs, labels), misclassified(outputs, labels)
     for _ in range(settings.restarts):
         # Drawn for all rows, attacked or not, so that one row's start never depends on another.
-        start = _start(x, scale, settings, generator)
-        start = _bounded(start, bounds)
-        if not settings.best_iterate:
-            _last_iterate(victim, x, labels, start, scale, settings, bounds, outcome)
-            continue
+        start = _bounded(_start(x, scale, settings, generator), bounds)
         active = torch.nonzero(~outcome.wrong)[:, 0]
-        point = start[active]
-        for step in range(settings.steps + 1):
-            if not len(active):
-                break
-            here, target = point, labels[active]
-            if step < settings.steps:
-                outputs, gradient = victim.gradient(here, _cotangent(settings.loss, target))
-                outcome.gradients += len(here)
-                outcome.zero_gradients += _zero_rows(gradient)
-            else:
-                outputs = victim.outputs(here)
-            loss, _ = loss_and_cotangent(settings.loss, outputs, target)
-            wrong = misclassified(outputs, target)
-            better = wrong | (loss > best[active])
-            outcome.x[active[better]] = here[better]
-            best[active[better]] = loss[better]
-            outcome.wrong[active[wrong]] = True
-            if step == settings.steps:
-                break
-            active, going = active[~wrong], ~wrong
-            point = _step(x[active], here[going], gradient[going], scale[active], settings)
-            point = _bounded(point, (_rows(bounds[0], active, x), _rows(bounds[1], active, x)))
+        if not len(active):
+            break
+        result = None
+        if bounds == (None, None):
+            result = victim.attack(x[active], labels[active], start[active], scale, settings)
+        if result is None:
+            rows = x[active], labels[active], start[active]
+            result = _ascend(victim, *rows, scale, settings, bounds)
+        point, zeros, gradients = result
+        outputs = victim.outputs(point)
+        reached, wrong = margins(outputs, labels[active]), misclassified(outputs, labels[active])
+        better = wrong | (reached > best[active])
+        outcome.x[active[better]] = point[better]
+        best[active[better]] = reached[better]
+        outcome.wrong[active] |= wrong
+        outcome.zero_gradients += zeros
+        outcome.gradients += gradients
     return outcome
 
 
-def _last_iterate(
+def _ascend(
     victim: Victim,
     x: Tensor,
     labels: Tensor,
@@ -215,35 +210,40 @@ def _last_iterate(
     scale: Tensor,
     settings: Settings,
     bounds: tuple[Tensor | None, Tensor | None],
-    outcome: Outcome,
-) -> None:
-    """The attack as it is commonly published: whatever point comes last is the result.
+) -> tuple[Tensor, int, int]:
+    """One start: the result for each row, and how many gradients were zero and computed.
 
-    With restarts a row counts as misclassified when one of them ends so.
+    With ``best_iterate`` a row that is misclassified is left where it is from then on.
     """
-    at_once = victim.attack(x, labels, start, scale, settings) if bounds == (None, None) else None
-    if at_once is not None:
-        point, zeros = at_once
-    else:
-        point, zeros = start, 0
-        for _ in range(settings.steps):
-            _, gradient = victim.gradient(point, _cotangent(settings.loss, labels))
-            zeros += _zero_rows(gradient)
-            point = _bounded(_step(x, point, gradient, scale, settings), bounds)
-    outcome.gradients += settings.steps * len(x)
-    outcome.zero_gradients += zeros
-    wrong = misclassified(victim.outputs(point), labels)
-    taken = wrong | ~outcome.wrong
-    outcome.x[taken] = point[taken]
-    outcome.wrong |= wrong
+    result = start.clone()
+    best = x.new_full((len(x),), -torch.inf)
+    active = torch.arange(len(x), device=x.device)
+    point = start
+    zeros = gradients = 0
+    for _ in range(settings.steps):
+        target = labels[active]
+        outputs, gradient = victim.gradient(point, _cotangent(settings.loss, target))
+        gradients += len(point)
+        zeros += _zero_rows(gradient)
+        if settings.best_iterate:
+            reached, wrong = margins(outputs, target), misclassified(outputs, target)
+            better = wrong | (reached > best[active])
+            result[active[better]] = point[better]
+            best[active[better]] = reached[better]
+            active, point, gradient = active[~wrong], point[~wrong], gradient[~wrong]
+            if not len(active):
+                return result, zeros, gradients
+        point = _bounded(_step(x[active], point, gradient, scale, settings), bounds)
+    if settings.best_iterate:
+        outputs, target = victim.outputs(point), labels[active]
+        better = misclassified(outputs, target) | (margins(outputs, target) > best[active])
+        active, point = active[better], point[better]
+    result[active] = point
+    return result, zeros, gradients
 
 
 def _cotangent(loss: str, labels: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda outputs: loss_and_cotangent(loss, outputs, labels)[1]
-
-
-def _rows(bound: Tensor | None, rows: Tensor, x: Tensor) -> Tensor | None:
-    return None if bound is None else torch.broadcast_to(bound, x.shape)[rows]
 
 
 def _zero_rows(gradient: Tensor) -> int:
@@ -262,7 +262,7 @@ def _start(x: Tensor, scale: Tensor, settings: Settings, generator: torch.Genera
     else:  # uniform in the ball of the coordinates that may move
         z = torch.randn(x.shape, dtype=x.dtype, generator=generator)
         z = torch.where(scale.cpu() > 0, z, 0.0)
-        moving = (scale.flatten(1) > 0).sum(dim=1).clamp(min=1).cpu()
+        moving = max(1, int((scale > 0).sum()))
         radius = torch.rand(len(x), dtype=x.dtype, generator=generator) ** (1.0 / moving)
         length = z.flatten(1).norm(dim=1).clamp(min=torch.finfo(x.dtype).tiny)
         z = z * _expand(radius / length, z)
