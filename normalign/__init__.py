@@ -9,6 +9,7 @@ from normalign.loss import GrokAlignLoss
 from normalign.orthogonal_projection import orthogonal_projection
 
 if TYPE_CHECKING:
+    from normalign._sweep import SweepResult, sweep
     from normalign.rfam import RFAMClassifier, RFAMRegressor
     from normalign.robustness import certified_radius, pgd_attack, robustness_report
 
@@ -16,21 +17,25 @@ __all__ = [
     "GrokAlignLoss",
     "RFAMClassifier",
     "RFAMRegressor",
+    "SweepResult",
     "certified_radius",
     "grokalign",
     "orthogonal_projection",
     "pgd_attack",
     "robustness_report",
     "show_config",
+    "sweep",
 ]
 
 # Imported when first used: what trains networks alone need not wait for scikit-learn.
 _LAZY = {
     "RFAMClassifier": "rfam",
     "RFAMRegressor": "rfam",
+    "SweepResult": "_sweep",
     "certified_radius": "robustness",
     "pgd_attack": "robustness",
     "robustness_report": "robustness",
+    "sweep": "_sweep",
 }
 
 

@@ -61,6 +61,7 @@ class ResultFile:
         columns: All columns.
         key_columns: Those that tell rows apart.
         config: Digest of the settings, see ``fingerprint``; it is a column of the file.
+        retry_failed: Leaves out rows with an ``error``, so that they run again.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ResultFile:
         columns: Sequence[str],
         key_columns: Sequence[str],
         config: str,
+        retry_failed: bool = False,
     ) -> None:
         self.columns = [*columns, "config"]
         self.key_columns = list(key_columns)
@@ -89,7 +91,7 @@ class ResultFile:
             _import_parquet()
             if self.path.exists() and not self.journal.exists():
                 _parquet_to_csv(self.path, self.journal)
-        self._read()
+        self._read(retry_failed)
 
     def key(self, row: Row) -> Key:
         """The key of a row, as text: what is read back equals what was written."""
@@ -100,7 +102,7 @@ class ResultFile:
         """Keys of the rows that are there."""
         return {self.key(row) for row in self.rows}
 
-    def _read(self) -> None:
+    def _read(self, retry_failed: bool) -> None:
         """Reads what an earlier run left, and cuts a line that it didn't finish."""
         if not self.journal.exists() or self.journal.stat().st_size == 0:
             return
@@ -124,6 +126,17 @@ class ResultFile:
             self.rows.append({name: _number(value) for name, value in row.items()})
         if whole < len(data):
             os.truncate(self.journal, whole)
+        if retry_failed and any(row["error"] for row in self.rows):
+            self.rows = [row for row in self.rows if not row["error"]]
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        temporary = self.journal.with_suffix(".tmp")
+        with open(temporary, "w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(self.columns)
+            writer.writerows([row[name] for name in self.columns] for row in self.rows)
+        os.replace(temporary, self.journal)
 
     def append(self, row: Row) -> None:
         """Adds one row, on disk before this returns."""
@@ -250,7 +263,7 @@ def run_tasks(
     bar = tqdm(
         total=sum(cost for _, _, cost in open_tasks) or 1.0,
         desc=description,
-        disable=not progress,
+        disable=not progress or not open_tasks,
         file=sys.stderr,
         bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
         smoothing=0.05,
