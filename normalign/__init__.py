@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from normalign._config import show_config
-from normalign.grokalign import grokalign
+from normalign.grokalign import explain, grokalign
 from normalign.loss import GrokAlignLoss
 from normalign.orthogonal_projection import orthogonal_projection
 
@@ -19,6 +19,7 @@ __all__ = [
     "RFAMRegressor",
     "SweepResult",
     "certified_radius",
+    "explain",
     "grokalign",
     "orthogonal_projection",
     "pgd_attack",

@@ -17,6 +17,7 @@ def register(
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
+    tags: tuple[torch.Tag, ...] = (),
 ) -> Any:
     """Defines ``normalign::name`` and returns it, callable.
 
@@ -27,8 +28,9 @@ def register(
         fake: Shapes and dtypes of the result, for tracing.
         backward: The vector-Jacobian product, if the operator is differentiable.
         setup_context: Saves what ``backward`` needs.
+        tags: What a compiler must know, such as that two calls differ.
     """
-    LIBRARY.define(name + schema)
+    LIBRARY.define(name + schema, tags=tags)
     LIBRARY.impl(name, impl, "CPU")
     LIBRARY.impl(name, impl, "CUDA")
     qualified = f"normalign::{name}"

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from normalign import _dispatch, _general, _probes, _stack, reference
-from normalign._checks import check_choice, check_count, check_shape
-
-PENALTIES = ("orthogonal", "jacobian", "joint")
-REDUCTIONS = ("mean", "none")
-IMPLEMENTATIONS = ("auto", "native", "general", "reference")
+from normalign import _dispatch, _functional, _general, _inputs, _probes, _stack
+from normalign._probes import ProbeStream
 
 Output = Hashable | Callable[[Any], Tensor] | None
 
@@ -28,7 +24,7 @@ def grokalign(
     exact: bool = False,
     probe_vectors: Tensor | None = None,
     reduction: str = "mean",
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | ProbeStream | None = None,
     forward: Callable[[Any, Tensor], Any] | None = None,
     output: Output = None,
     implementation: str = "auto",
@@ -77,8 +73,9 @@ def grokalign(
         implementation: ``"auto"``, the fused stack for models of Linear and activation layers, and
             the general path for all others; ``"native"``, the fused stack or an error with the
             reason why it cannot serve; ``"general"``, double backward with the fused projection;
-            ``"reference"``, plain torch. ``NORMALIGN_IMPL=reference`` turns ``"auto"`` into
-            ``"reference"``. ``normalign.explain`` tells which path a call takes.
+            ``"reference"``, plain torch. ``normalign.explain`` tells which path a call takes.
+            ``NORMALIGN_IMPL=reference`` turns ``"auto"`` into ``"reference"``; ``=native`` holds
+            for the kernels beneath, so it leaves the general path its native projection.
         check_finite: Whether to look for NaN and infinity in ``x`` first. By default on the CPU
             only: on a GPU the check would wait for the device.
 
@@ -95,127 +92,143 @@ def grokalign(
         RuntimeError: the model cannot be differentiated twice (torch.compile, reentrant
             checkpointing, a missing derivative), or ``"native"`` was asked for in vain.
     """
-    _check_options(penalty, num_probes, probes, exact, reduction, implementation, probe_vectors)
-    check_input(x, check_finite)
+    _inputs.check_options(penalty, num_probes, probes, exact, reduction, implementation)
+    if exact and probe_vectors is not None:
+        msg = "probe_vectors must be None with exact=True, which uses every row of J"
+        raise ValueError(msg)
+    _inputs.check_x(x)
+    functional = _functional.needed()
+    if not functional and (x.is_cpu if check_finite is None else check_finite):
+        _inputs.check_finite(x)
 
-    def make_probes(batch: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    path = _path(model, x, penalty, forward, output, implementation, functional)
+    if isinstance(path, _stack.StackPlan):
+        outputs = path.outputs
         if probe_vectors is not None:
-            return check_probes(probe_vectors, batch, outputs, device)
-        dtype = torch.promote_types(dtype, torch.float32)
-        if exact:
-            return _probes.identity(batch, outputs, dtype, device)
-        stream = generator or _probes.default_generator(device)
-        return _probes.draw(probes, (num_probes, batch, outputs), dtype, device, stream)
+            v = _inputs.check_probes(probe_vectors, x.shape[0], outputs, x.device)
+        elif exact:
+            v = _probes.identity(x.shape[0], outputs, x.dtype, x.device)
+        else:
+            stream = generator.on(x.device) if isinstance(generator, ProbeStream) else generator
+            v = _probes.draw(probes, (num_probes, x.shape[0], outputs), x.dtype, x.device, stream)
+        return path.run(x, v, penalty, reduction)
 
-    wanted = _wanted(implementation)
-    if wanted in ("auto", "native"):
-        plan = _fused(model, x, penalty, forward, output)
-        if not isinstance(plan, str):
-            vectors = make_probes(x.shape[0], plan.outputs, x.dtype, x.device)
-            return plan.run(x, vectors, penalty, reduction)
-        if wanted == "native":
-            msg = f"the fused stack was asked for, but {plan}"
-            raise RuntimeError(msg)
-
-    def like(logits: Tensor) -> Tensor:
+    def make_probes(logits: Tensor) -> Tensor:
         batch, outputs = logits.shape
-        return make_probes(batch, outputs, logits.dtype, logits.device)
+        if probe_vectors is not None:
+            return _inputs.check_probes(probe_vectors, batch, outputs, logits.device)
+        if exact:
+            return _probes.identity(batch, outputs, logits.dtype, logits.device)
+        if torch.compiler.is_compiling():
+            v: Tensor = _probes.draw_like(logits, num_probes, probes, _handle(generator))
+            return v
+        stream = generator.on(logits.device) if isinstance(generator, ProbeStream) else generator
+        shape = (num_probes, batch, outputs)
+        return _probes.draw(probes, shape, logits.dtype, logits.device, stream)
 
-    call = make_call(model, forward, output)
-    if wanted == "reference":
-        training = torch.is_grad_enabled()
-        with _general.twice_differentiable():
-            logits, value = reference.grokalign(call, x, like, penalty, reduction)
-        return (logits, value) if training else (logits.detach(), value.detach())
-    return _general.run(model, call, x, like, penalty, reduction)
-
-
-def _fused(
-    model: Any, x: Tensor, penalty: str, forward: Any, output: Output
-) -> _stack.StackPlan | str:
-    """The plan of the fused stack, or why it cannot serve."""
-    if forward is not None or output is not None:
-        return "forward= or output= is given"
-    if not isinstance(model, nn.Module):
-        return "the model is no nn.Module"
-    if torch.is_autocast_enabled(x.device.type):
-        return "autocast is on"
-    return _stack.plan(model, x, penalty)
-
-
-def _wanted(implementation: str) -> str:
-    if implementation == "auto" and _dispatch.implementation() == "reference":
-        return "reference"
-    return implementation
-
-
-def _check_options(
-    penalty: str,
-    num_probes: int,
-    probes: str,
-    exact: bool,
-    reduction: str,
-    implementation: str,
-    probe_vectors: Tensor | None,
-) -> None:
-    check_choice("penalty", penalty, PENALTIES)
-    check_choice("probes", probes, _probes.KINDS)
-    check_choice("reduction", reduction, REDUCTIONS)
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
-    check_count("num_probes", num_probes)
-    if exact and (num_probes != 1 or probe_vectors is not None):
-        msg = "exact uses every row of J: leave num_probes at 1 and probe_vectors at None"
-        raise ValueError(msg)
-
-
-def check_input(x: Tensor, check_finite: bool | None) -> None:
-    """Requires a finite floating-point batch."""
-    if not isinstance(x, Tensor):
-        msg = f"x must be a torch.Tensor, got {type(x).__name__}"
-        raise TypeError(msg)
-    if not x.is_floating_point():
-        msg = (
-            f"x must have a floating-point dtype, got {x.dtype}. Integers have no gradient: pass "
-            "what the model makes of them, such as token embeddings, as x, and let forward= run "
-            "the rest of the model"
-        )
-        raise TypeError(msg)
-    if x.dim() < 2 or x.shape[0] == 0:
-        msg = f"x must have shape (batch, ...) with at least one sample, got {tuple(x.shape)}"
-        raise ValueError(msg)
-    if check_finite is None:
-        check_finite = x.device.type == "cpu"
-    # The sum is finite unless an entry is not, or it overflows: then look closely.
-    if check_finite and not torch.isfinite(x.detach().sum()) and not torch.isfinite(x).all():
-        msg = f"x must be finite, got {int((~torch.isfinite(x)).sum())} entries of NaN or infinity"
-        raise ValueError(msg)
-
-
-def check_probes(vectors: Tensor, batch: int, outputs: int, device: torch.device) -> Tensor:
-    """Requires probes ``(P, B, c)`` on the device of the logits."""
-    check_shape("probe_vectors", vectors, (None, batch, outputs))
-    check_count("the first size of probe_vectors", vectors.shape[0])
-    if vectors.device != device:
-        msg = f"probe_vectors must be on the device of the logits, {device}, got {vectors.device}"
-        raise ValueError(msg)
-    return vectors.detach()
-
-
-def make_call(
-    model: Callable[..., Any], forward: Callable[[Any, Tensor], Any] | None, output: Output
-) -> Callable[[Tensor], Tensor]:
-    """The model as a function from ``x`` to logits."""
-    if forward is None and output is None:
-        return model
+    select = _inputs.make_select(output)
+    if functional:
+        return _functional.run(model, forward, select, x, make_probes, penalty, reduction)
+    if forward is None:
+        _inputs.check_model(model, x)
 
     def call(x: Tensor) -> Tensor:
-        result = model(x) if forward is None else forward(model, x)
-        if output is None:
-            return result  # type: ignore[no-any-return]
-        if callable(output):
-            return output(result)  # type: ignore[no-any-return]
-        if isinstance(output, str) and not isinstance(result, dict) and hasattr(result, output):
-            return getattr(result, output)  # type: ignore[no-any-return]
-        return result[output]  # type: ignore[no-any-return]
+        return select(model(x) if forward is None else forward(model, x))
 
-    return call
+    terms = _general.penalty_terms if path.name == "general" else _general.reference_terms
+    return _general.run(model, call, x, make_probes, penalty, reduction, terms)
+
+
+class Path(NamedTuple):
+    """Which way a call of ``grokalign`` takes, and why not the fused stack."""
+
+    name: str  # "fused", "general" or "reference"
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def explain(
+    model: nn.Module | Callable[..., Any],
+    x: Tensor,
+    *,
+    penalty: str = "orthogonal",
+    forward: Callable[[Any, Tensor], Any] | None = None,
+    output: Output = None,
+    implementation: str = "auto",
+    **options: Any,
+) -> Path:
+    """The path that ``grokalign`` takes for these arguments; nothing is computed.
+
+    Args:
+        model: As for ``grokalign``.
+        x: As for ``grokalign``.
+        penalty: As for ``grokalign``.
+        forward: As for ``grokalign``.
+        output: As for ``grokalign``.
+        implementation: As for ``grokalign``.
+        **options: The others of ``grokalign``, which make no difference.
+
+    Returns:
+        ``name`` and ``reason``; prints as ``"general: the model holds a Conv2d"``, say.
+
+    Raises:
+        RuntimeError: ``"native"`` was asked for and the fused stack cannot serve.
+    """
+    _inputs.check_options(penalty, 1, "gaussian", False, "mean", implementation)
+    _inputs.check_x(x)
+    path = _path(model, x, penalty, forward, output, implementation, _functional.needed())
+    if isinstance(path, Path):
+        return path
+    return Path("fused", "the model is a stack of Linear and activation layers")
+
+
+def _path(
+    model: Any,
+    x: Tensor,
+    penalty: str,
+    forward: Any,
+    output: Output,
+    implementation: str,
+    functional: bool,
+) -> _stack.StackPlan | Path:
+    """The plan of the fused stack, or the path that serves instead, with the reason."""
+    if implementation == "general":
+        return Path("general", "it was asked for")
+    if implementation == "reference":
+        return Path("reference", "it was asked for")
+    if implementation == "auto" and _dispatch.implementation() == "reference":
+        return Path("reference", "NORMALIGN_IMPL asks for it")
+    reason: _stack.StackPlan | str
+    if functional:
+        reason = "torch.compile or a torch.func transform is tracing the call"
+    elif forward is not None or output is not None:
+        reason = "forward= or output= is given"
+    elif not isinstance(model, nn.Module):
+        reason = f"the model is no nn.Module, but a {type(model).__name__}"
+    elif torch.is_autocast_enabled(x.device.type):
+        reason = "autocast is on"
+    elif x.requires_grad:
+        reason = "x requires a gradient"
+    else:
+        reason = _stack.plan(model, x, penalty)
+        if isinstance(reason, _stack.StackPlan):
+            return reason
+    if implementation == "native":
+        msg = f"the fused stack was asked for, but {reason}"
+        raise RuntimeError(msg)
+    return Path("general", reason)
+
+
+def _handle(generator: torch.Generator | ProbeStream | None) -> int:
+    """The number by which a compiled graph knows a stream."""
+    if generator is None:
+        return _probes.DEFAULT_HANDLE
+    if isinstance(generator, ProbeStream):
+        return generator.handle
+    msg = (
+        "generator= cannot be used inside torch.compile: leave it out, draw probe_vectors "
+        "outside, or use GrokAlignLoss, which has a stream of its own"
+    )
+    raise ValueError(msg)

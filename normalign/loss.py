@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from normalign import _inputs
 from normalign._probes import ProbeStream
-from normalign.grokalign import grokalign, make_call
+from normalign.grokalign import grokalign
+
+
+class Parts(NamedTuple):
+    """What the last loss was made of, detached."""
+
+    logits: Tensor
+    task_loss: Tensor
+    penalty: Tensor | None  # without the weight; None where the weight is 0
 
 
 class GrokAlignLoss(nn.Module):
@@ -33,9 +42,8 @@ class GrokAlignLoss(nn.Module):
             ``exact``, ``forward``, ``output``, ``implementation``, ``check_finite``, ``generator``.
 
     Attributes:
-        logits: Of the last call, detached.
-        task_loss: Of the last call, detached.
-        penalty: Of the last call, without the weight, detached; ``None`` where weight is 0.
+        weight: Of the penalty.
+        last: The logits, task loss and penalty of the last call, detached; ``None`` before it.
     """
 
     def __init__(
@@ -54,9 +62,7 @@ class GrokAlignLoss(nn.Module):
         self.weight = weight
         self.options = options
         self.stream = ProbeStream(torch.initial_seed() if seed is None else seed)
-        self.logits: Tensor | None = None
-        self.task_loss: Tensor | None = None
-        self.penalty: Tensor | None = None
+        self.last: Parts | None = None
 
     @property
     def weight(self) -> float:
@@ -84,20 +90,26 @@ class GrokAlignLoss(nn.Module):
         """
         options = self.options
         if self._weight == 0:
-            logits = make_call(model, options.get("forward"), options.get("output"))(x)
-            task = self.criterion(logits, y)
-            self.logits, self.task_loss, self.penalty = logits.detach(), task.detach(), None
+            forward = options.get("forward")
+            result = model(x) if forward is None else forward(model, x)
+            logits = _inputs.make_select(options.get("output"))(result)
+            task = self._task(logits, y)
+            self.last = Parts(logits.detach(), task.detach(), None)
             return task
-        if probe_vectors is None and "generator" not in options:
-            options = {**options, "generator": self.stream.on(x.device)}
-        logits, penalty = grokalign(model, x, probe_vectors=probe_vectors, **options)
+        generator = options.get("generator", self.stream)
+        logits, penalty = grokalign(
+            model, x, **{**options, "probe_vectors": probe_vectors, "generator": generator}
+        )
+        task = self._task(logits, y)
+        self.last = Parts(logits.detach(), task.detach(), penalty.detach())
+        return task + self._weight * penalty
+
+    def _task(self, logits: Tensor, y: Any) -> Tensor:
         task = self.criterion(logits, y)
         if task.dim() != 0:
             msg = f"criterion must return a scalar, got shape {tuple(task.shape)}"
             raise ValueError(msg)
-        self.logits, self.task_loss = logits.detach(), task.detach()
-        self.penalty = penalty.detach()
-        return task + self._weight * penalty
+        return task
 
     def get_extra_state(self) -> dict[str, Any]:
         """The state of the probe stream, for ``state_dict``."""

@@ -1,6 +1,6 @@
 """Plain-torch definitions of every operator: any device, any float dtype, and the fallback."""
 
-from normalign.reference.grokalign import grokalign, root
+from normalign.reference.grokalign import grokalign, penalty_terms, root
 from normalign.reference.laplace_gram import (
     agop,
     distances,
@@ -23,6 +23,7 @@ __all__ = [
     "laplace_gram",
     "laplace_matvec",
     "orthogonal_projection",
+    "penalty_terms",
     "root",
     "squared_distances",
 ]
