@@ -3,7 +3,15 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from normalign import compat
 from normalign._config import show_config
+from normalign.geometry import (
+    centroid,
+    centroid_alignment,
+    effective_rank,
+    local_robustness,
+    normal_alignment,
+)
 from normalign.grokalign import explain, grokalign
 from normalign.loss import GrokAlignLoss
 from normalign.orthogonal_projection import orthogonal_projection
@@ -19,8 +27,14 @@ __all__ = [
     "RFAMRegressor",
     "SweepResult",
     "certified_radius",
+    "centroid",
+    "centroid_alignment",
+    "compat",
+    "effective_rank",
     "explain",
     "grokalign",
+    "local_robustness",
+    "normal_alignment",
     "orthogonal_projection",
     "pgd_attack",
     "robustness_report",

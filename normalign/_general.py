@@ -82,23 +82,8 @@ def penalty_terms(
 ) -> Tensor:
     """The penalty of each sample, ``(B,)``, of logits ``flat`` (B, c) computed from ``leaf``."""
     joint = penalty == "joint"
-    if joint:  # J x is the derivative in v of x . (J^T v)
-        probes = probes.detach().requires_grad_()
-    products = []
-    offset = None
-    direction = leaf if leaf.grad_fn is not None or not training else leaf.detach()
-    for index, v in enumerate(probes.unbind()):
-        g = _diagnose.gradient(flat, leaf, v, training or joint)
-        if index == 0:
-            if training:
-                _diagnose.check_graph(model, g, leaf)
-            if joint:
-                (jx,) = torch.autograd.grad(
-                    g, v, direction.to(g.dtype), create_graph=training, retain_graph=True
-                )
-                offset = full_precision(flat) - full_precision(jx)
-        products.append(full_precision(g.flatten(1)))
-    return combine(products, full_precision(direction.flatten(1)), penalty, offset)
+    products, offset = jacobian_products(model, flat, leaf, probes, joint, training)
+    return combine(products, full_precision(leaf_direction(leaf, training)), penalty, offset)
 
 
 def reference_terms(
@@ -106,6 +91,32 @@ def reference_terms(
 ) -> Tensor:
     """As ``penalty_terms``, by the definition."""
     return reference.penalty_terms(flat, leaf, probes, penalty)
+
+
+def leaf_direction(leaf: Tensor, training: bool) -> Tensor:
+    """``x`` as rows ``(B, d)``; a part of the graph only where the caller's x was."""
+    outside = leaf.grad_fn is not None or not training
+    return (leaf if outside else leaf.detach()).flatten(1)
+
+
+def jacobian_products(
+    model: Any, flat: Tensor, leaf: Tensor, probes: Tensor, joint: bool, training: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    """``J^T v`` of each probe as rows ``(B, d)``; for the joint penalty ``f(x) - J x`` too."""
+    if joint:  # J x is the derivative in v of x . (J^T v)
+        probes = probes.detach().requires_grad_()
+    products = []
+    offset = None
+    for index, v in enumerate(probes.unbind()):
+        g = _diagnose.gradient(flat, leaf, v, training or joint)
+        if index == 0 and training:
+            _diagnose.check_graph(model, g, leaf)
+        if index == 0 and joint:
+            x = leaf_direction(leaf, training).reshape(leaf.shape).to(g.dtype)
+            (jx,) = torch.autograd.grad(g, v, x, create_graph=training, retain_graph=True)
+            offset = full_precision(flat) - full_precision(jx)
+        products.append(full_precision(g.flatten(1)))
+    return products, offset
 
 
 def combine(products: list[Tensor], x: Tensor, penalty: str, offset: Tensor | None) -> Tensor:
