@@ -38,8 +38,7 @@ class StackPlan:
 
     def __init__(self, chain: _Chain) -> None:
         self.fused = {p: FusedStack(chain.linears, chain.activations, p) for p in PENALTIES}
-
-    outputs: int  # c, so that probes can be drawn before the forward pass
+        self.outputs = chain.linears[-1].out_features  # probes are drawn before the forward pass
 
     def run(self, x: Tensor, probes: Tensor, penalty: str, reduction: str) -> tuple[Tensor, Tensor]:
         """Logits ``(B, c)`` and the penalty: a scalar for ``"mean"``, ``(B,)`` for ``"none"``.
