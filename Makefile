@@ -16,11 +16,11 @@ test: $(VENV)/installed
 $(VENV)/installed: pyproject.toml CMakeLists.txt constraints.txt $(shell find csrc normalign -type f -not -name '*.so' -not -name '*.pyc')
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt '.[dev]'
+	NORMALIGN_EMU=$(or $(NORMALIGN_EMU),ON) $(BIN)/python -m pip install --quiet --constraint constraints.txt '.[dev]'
 	touch $@
 
 dev:
-	cmake -S . -B build/dev -DSKBUILD_PROJECT_VERSION=dev -Dpybind11_DIR="$$($(PYTHON) -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$$(command -v $(PYTHON))" -DCMAKE_INSTALL_PREFIX="$(CURDIR)" -DNORMALIGN_CUDA=$(or $(NORMALIGN_CUDA),OFF)
+	cmake -S . -B build/dev -DSKBUILD_PROJECT_VERSION=dev -Dpybind11_DIR="$$($(PYTHON) -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$$(command -v $(PYTHON))" -DCMAKE_INSTALL_PREFIX="$(CURDIR)" -DNORMALIGN_CUDA=$(or $(NORMALIGN_CUDA),OFF) -DNORMALIGN_EMU=$(or $(NORMALIGN_EMU),ON)
 	cmake --build build/dev --parallel 2
 	cmake --install build/dev
 

@@ -14,6 +14,7 @@ void bind_elementary(py::module_& m);
 PYBIND11_MODULE(_C, m) {
   using namespace normalign;
   m.attr("version") = NORMALIGN_VERSION;
+  m.attr("cuda_build") = NORMALIGN_CUDA_BUILD;  // its architectures, or why there are none
   m.def("isa", [] { return isa_name(isa()); });
   m.def("best_isa", [] { return isa_name(best_isa()); });
   m.def("select_isa", [](const std::string& name) { return select_isa(name.c_str()); });

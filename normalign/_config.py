@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from normalign import _dispatch, _load
+from normalign import _dispatch, _gpu, _load
 
 
 def _version() -> str:
@@ -41,7 +41,7 @@ def config() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "openmp": native.openmp() if native else 0,
         "openmp runtimes": _openmp_runtimes(),
-        "cuda kernels": "not built",
+        "cuda kernels": _gpu.status(),
         "torch cuda": torch.version.cuda or "no",
         "implementation": _dispatch.implementation(),
     }

@@ -7,11 +7,12 @@ is not) or ``reference``.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from normalign import _load
+from normalign import _gpu, _load
 
 IMPLEMENTATIONS = ("auto", "native", "reference")
 NATIVE_DTYPES = (torch.float32, torch.float64)
@@ -29,8 +30,10 @@ def implementation(override: str | None = None) -> str:
 
 
 def unavailable_reason(*tensors: Tensor) -> str | None:
-    """Why no native kernel can take these tensors; ``None`` when one can."""
+    """Why no native CPU kernel can take these tensors; ``None`` when one can."""
     for tensor in tensors:
+        if tensor.device.type == "cuda":
+            return gpu_unavailable_reason(*tensors) or "this operator has no CUDA kernel"
         if tensor.device.type != "cpu":
             return f"no native kernel for device {tensor.device}"
         if tensor.dtype not in NATIVE_DTYPES:
@@ -38,6 +41,29 @@ def unavailable_reason(*tensors: Tensor) -> str | None:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"{type(tensor).__name__} is a tensor subclass without plain memory"
     return _load.cpu_error
+
+
+def gpu_unavailable_reason(*tensors: Tensor) -> str | None:
+    """Why no CUDA kernel can take these tensors; ``None`` when one can."""
+    for tensor in tensors:
+        if tensor.dtype not in NATIVE_DTYPES:
+            return f"no native kernel for {tensor.dtype}"
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return f"{type(tensor).__name__} is a tensor subclass without plain memory"
+    return _gpu.unavailable_reason(tensors[0].device)
+
+
+def gpu_module(*tensors: Tensor, override: str | None = None) -> Any:
+    """The module with the CUDA kernels where these tensors are to take them, else ``None``.
+
+    An operator with a CUDA kernel asks this first, and then ``reference_reason``, which also says
+    why there was none.
+    """
+    if not _gpu.serves(tensors[0].device) or implementation(override) == "reference":
+        return None
+    if gpu_unavailable_reason(*tensors) is not None:
+        return None
+    return _gpu.module(tensors[0].device)
 
 
 def reference_reason(*tensors: Tensor, override: str | None = None) -> str | None:

@@ -20,4 +20,13 @@ def _import(name: str) -> tuple[Any, str | None]:
         return None, f"normalign.{name} could not be loaded ({built_for}): {error}"
 
 
+def _import_cuda() -> tuple[Any, str | None]:
+    built = _C.cuda_build if _C is not None else "unknown: normalign._C is missing"
+    if not built.startswith("sm_"):
+        return None, f"the CUDA kernels are {built}"
+    return _import("_cuda")
+
+
 _C, cpu_error = _import("_C")
+_cuda, cuda_error = _import_cuda()
+_emu: Any = None  # the CUDA kernels on the host: loaded by normalign.testing only

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from normalign import _load
+from normalign import _gpu, _load
 
 # Around one and two vectors of every instruction set, a prime, and the degenerate sizes.
 SIZES = (0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 97)
@@ -61,6 +63,56 @@ def hide_native() -> Iterator[None]:
         yield
     finally:
         _load._C, _load.cpu_error = module, error
+
+
+def load_emulator() -> str | None:
+    """Loads the emulated CUDA kernels, once; returns why they are missing.
+
+    ``NORMALIGN_EMU_MODULE`` names another build of them, such as one with a sanitizer.
+    """
+    if _load._emu is not None:
+        return None
+    path = os.environ.get("NORMALIGN_EMU_MODULE")
+    if path is None:
+        _load._emu, error = _load._import("_emu")
+        return error
+    spec = importlib.util.spec_from_file_location("normalign._emu", path)
+    assert spec is not None
+    assert spec.loader is not None
+    _load._emu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(_load._emu)
+    return None
+
+
+@contextlib.contextmanager
+def emulated_gpu() -> Iterator[None]:
+    """Runs the body with the CUDA kernels on the host: CPU tensors take them."""
+    error = load_emulator()
+    if error is not None:
+        raise RuntimeError(error)
+    before, _gpu.emulating = _gpu.emulating, True
+    try:
+        yield
+    finally:
+        _gpu.emulating = before
+
+
+def gpu_devices() -> list[str]:
+    """Where the tests of CUDA kernels run: on the host machine if it was built, and on a GPU."""
+    devices = [] if load_emulator() else ["emulated"]
+    if torch.cuda.is_available() and _load._cuda is not None:
+        devices.append("cuda")
+    return devices
+
+
+@contextlib.contextmanager
+def on_gpu(device: str) -> Iterator[torch.device]:
+    """Runs the body on a device of ``gpu_devices``; yields the device of its tensors."""
+    if device == "cuda":
+        yield torch.device("cuda")
+        return
+    with emulated_gpu():
+        yield torch.device("cpu")
 
 
 def assert_as_accurate(

@@ -1,0 +1,2 @@
+// The kernels of csrc/cuda, compiled for the host.
+#include "../cuda/orthogonal_projection.cu"

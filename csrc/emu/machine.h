@@ -1,0 +1,57 @@
+// Runs CUDA kernel bodies on the host: every CUDA thread is a fiber of one operating-system thread,
+// so a kernel compiled by the host compiler executes with its real barriers, warp collectives and
+// shared memory. It reports divergent barriers, wrong warp masks, deadlocks and oversized blocks
+// itself; shared memory starts as NaN; the order in which threads run is chosen by
+// NORMALIGN_EMU_ORDER (forward, reverse, random or random:SEED). Compiled with the address or
+// thread sanitizer, out-of-bounds accesses and data races, also those between blocks, are reported
+// as well.
+//
+// This file and machine.cpp know nothing of CUDA's names; device.h gives those.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace normalign {
+namespace emu {
+
+struct Index3 {
+  unsigned x, y, z;
+};
+
+// Where a collective stands in the source: all threads that meet must come from one line.
+struct Where {
+  const char* file;
+  int line;
+};
+
+// A statically sized shared variable: one for each declaration, given new storage by each block.
+struct SharedSlot {
+  size_t bytes;
+  char* storage;
+  uint64_t block;
+};
+
+// Runs the body once for every thread of every block. Throws std::runtime_error with the place of
+// the first mistake that the machine itself notices.
+void launch(Index3 grid, Index3 block, size_t dynamic_shared, const std::function<void()>& body);
+
+// How many launches ran so far.
+uint64_t launches();
+
+void* dynamic_shared();
+char* shared(SharedSlot& slot);
+
+// Returns how many threads of the block passed a predicate other than 0.
+int block_barrier(bool predicate, Where where);
+
+// What the lanes of a warp can do together. The last lane of the mask to arrive serves all.
+enum class Collective { sync, shuffle, ballot };
+// shuffle: the value of lane `source`, all bits set where that lane is not in the mask.
+// ballot: the lanes whose value is not 0.
+uint64_t warp_collective(Collective kind, uint32_t mask, uint64_t value, int source, Where where);
+
+int lane();
+
+}  // namespace emu
+}  // namespace normalign

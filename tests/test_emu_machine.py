@@ -1,0 +1,113 @@
+"""The machine that runs CUDA kernels on the host sees seeded mistakes, and invents none."""
+
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+
+import pytest
+
+SOURCE = pathlib.Path(__file__).resolve().parent.parent / "csrc" / "emu"
+ORDERS = ("forward", "reverse", "random:1")
+COMPILER = os.environ.get("CXX") or shutil.which("c++")
+
+# What has to see the mistake: the machine itself or a wrong result in every order ("machine"),
+# the address sanitizer ("address"), or the thread sanitizer ("thread").
+SEEN_BY = {
+    "neighbour": ("machine", "thread"),
+    "reuse": ("machine", "thread"),
+    "divergent": ("machine",),
+    "two_barriers": ("machine",),
+    "past_the_end": ("address",),
+    "store_past_the_end": ("address",),
+    "shared_bounds": ("address",),
+    "dynamic_bounds": ("address",),
+    "uninitialised": ("machine",),
+    "lanes_left": ("machine",),
+    "mask_without_caller": ("machine",),
+    "masks_disagree": ("machine",),
+    "warp_exchange": ("machine", "thread"),
+    "accumulate": ("thread",),
+    "blocks_overlap": ("thread",),
+    "too_much_shared": ("machine",),
+}
+
+pytestmark = pytest.mark.skipif(
+    COMPILER is None or platform.system() != "Linux", reason="needs a C++ compiler on Linux"
+)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The seeded kernels: plain, and with each sanitizer that this compiler can link."""
+    folder = tmp_path_factory.mktemp("seeded")
+    flags = [COMPILER, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror"]
+    kinds = {"machine": [], "address": ["-fsanitize=address,undefined"]}
+    kinds["thread"] = ["-fsanitize=thread"]
+    defines = {"machine": [], "address": ["-DNORMALIGN_EMU_ASAN"]}
+    defines["thread"] = ["-DNORMALIGN_EMU_TSAN"]
+    found = {}
+    for kind, sanitize in kinds.items():
+        machine, program = folder / f"{kind}.o", folder / kind
+        steps = (
+            [*flags, *defines[kind], "-c", SOURCE / "machine.cpp", "-o", machine],
+            [*flags, *sanitize, SOURCE / "seeded_bugs.cpp", machine, "-o", program],
+        )
+        for step in steps:
+            run = subprocess.run(step, capture_output=True, text=True)
+            if run.returncode and kind != "machine":
+                break  # a compiler without this sanitizer
+            assert run.returncode == 0, run.stderr
+        else:
+            found[kind] = program
+    return found
+
+
+def _run(program, kernel, variant, order="forward"):
+    env = {
+        **os.environ,
+        "NORMALIGN_EMU_ORDER": order,
+        "ASAN_OPTIONS": "detect_leaks=0:exitcode=66",
+        "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
+        "UBSAN_OPTIONS": "halt_on_error=1:exitcode=66",
+    }
+    # The thread sanitizer's address map does not fit every randomised layout.
+    fixed = ["setarch", "-R"] if program.name == "thread" and shutil.which("setarch") else []
+    run = subprocess.run(
+        [*fixed, program, kernel, variant], env=env, capture_output=True, text=True, timeout=60
+    )
+    return run.returncode, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("kernel", SEEN_BY)
+def test_right_kernels_are_clean(programs, kernel):
+    for kind, program in programs.items():
+        for order in ORDERS if kind == "machine" else ORDERS[:1]:
+            status, text = _run(program, kernel, "good", order)
+            assert status == 0, f"{kind}, {order}: {text}"
+
+
+@pytest.mark.parametrize("kernel", SEEN_BY)
+def test_seeded_mistakes_are_seen(programs, kernel):
+    for kind in SEEN_BY[kernel]:
+        if kind not in programs:
+            pytest.skip(f"the compiler has no {kind} sanitizer")
+        for order in ORDERS if kind == "machine" else ORDERS[:1]:
+            status, text = _run(programs[kind], kernel, "bad", order)
+            expected = (1, 3) if kind == "machine" else (66,)
+            assert status in expected, f"{kind}, {order}: {status} {text}"
+
+
+def test_a_report_says_where(programs):
+    status, text = _run(programs["machine"], "divergent", "bad")
+    assert status == 3
+    assert "barrier" in text
+    assert "seeded_bugs.cpp:" in text
+    assert "block (0,0,0)" in text
+
+
+def test_unknown_order_is_refused(programs):
+    status, text = _run(programs["machine"], "neighbour", "good", "sideways")
+    assert status == 3
+    assert "NORMALIGN_EMU_ORDER must be forward, reverse, random or random:SEED" in text
