@@ -1,16 +1,20 @@
 # make demo   a virtual environment, the package, and the main example
 # make test   the same environment, and every test
+# make paper  the paper's experiments, a reduced set: half an hour on two cores, resumable
 # make dev    builds the extension in place, for work on the source
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test dev lint clean
+.PHONY: demo test paper dev lint clean
 demo: $(VENV)/installed
 	$(BIN)/python -m normalign demo
 
 test: $(VENV)/installed
 	$(BIN)/pytest
+
+paper: $(VENV)/installed
+	$(BIN)/python bench/paper_grokking.py --set reduced --jobs 2 --minutes 30
 
 # Sources newer than the last install lead to a new one: a test never runs against an old build.
 $(VENV)/installed: pyproject.toml CMakeLists.txt constraints.txt $(shell find csrc normalign -type f -not -name '*.so' -not -name '*.pyc')
