@@ -60,9 +60,9 @@ def _stack(
 def parity_data(
     n: int, noise_bits: int = 40, parity_bits: int = 3, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Random signs; the label is the parity of the first bits."""
+    """Random bits, 0 or 1; the label is the parity of the first ones."""
     bits = torch.randint(2, (n, parity_bits + noise_bits), generator=generator)
-    return 1.0 - 2.0 * bits, bits[:, :parity_bits].sum(1) % 2
+    return bits.float(), bits[:, :parity_bits].sum(1) % 2
 
 
 def _parity(dtype: torch.dtype, batch: int = 1000) -> Problem:
