@@ -24,7 +24,6 @@ from baselines.problems import Problem
 from torch import Tensor
 
 import normalign
-from normalign import _stack
 
 Make = Callable[[peers.Draw | None], peers.Step]
 # Above this many parameters answers are compared in the model's own dtype, not in float64.
@@ -56,8 +55,7 @@ def ours(problem: Problem, penalty: str, implementation: str = "auto") -> Make:
 
 def our_name(problem: Problem, penalty: str) -> str:
     """``normalign``, with the path that this model takes."""
-    plan = _stack.plan(problem.model, problem.x, penalty)
-    return "normalign general" if isinstance(plan, str) else "normalign fused"
+    return f"normalign {normalign.explain(problem.model, problem.x, penalty=penalty).name}"
 
 
 def eager_peers(problem: Problem, penalty: str) -> dict[str, Make]:

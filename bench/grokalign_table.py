@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -123,21 +124,14 @@ def _accuracy(problem: problems.Problem) -> Line:
 
 def _two_threads(bench: harness.Bench, problem: problems.Problem) -> Line:
     """Elapsed time with one thread over that with two."""
-
-    def with_threads(count: int, call: Callable[[], Any]) -> Callable[[], None]:
-        def run() -> None:
-            torch.set_num_threads(count)
-            call()
-
-        return run
-
     ours, plain = steps.ours(problem, "orthogonal")(None), peers.plain(problem)
-    calls = {
-        "one": with_threads(1, ours), "two": with_threads(2, ours),
-        "plain one": with_threads(1, plain), "plain two": with_threads(2, plain),
-    }  # fmt: skip
+    calls = {"one": ours, "two": ours, "plain one": plain, "plain two": plain}
+    prepare = {
+        name: functools.partial(torch.set_num_threads, 2 if name.endswith("two") else 1)
+        for name in calls
+    }
     title = f"{problem.name}, 1 and 2 threads"
-    rows = bench.case(title, calls, "two", clock="wall")
+    rows = bench.case(title, calls, "two", clock="wall", prepare=prepare)
     torch.set_num_threads(bench.args.threads)
     speedup = rows["one"].ratio
     plain_speedup = rows["plain one"].median / rows["plain two"].median

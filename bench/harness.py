@@ -87,6 +87,7 @@ class Bench:
         floor: str | None = None,
         flops: float | Mapping[str, float] = 0.0,
         clock: str | None = None,
+        prepare: Mapping[str, Call] | None = None,
         memory: bool = False,
         quiet: bool = False,
     ) -> dict[str, Row]:
@@ -100,13 +101,15 @@ class Bench:
             floor: Name of the callable that does the least possible, for a second ratio.
             flops: Operations of one call, for GFLOP/s; one number, or one for each name.
             clock: ``"process"`` (CPU time; the default with one thread) or ``"wall"``.
+            prepare: For some names, what to set before each of their samples (not timed; a call
+                that is not timed either follows it).
             memory: Also measure the peak memory of one call.
             quiet: Print nothing.
         """
         if check is not None:
             check()
         clock = clock or ("process" if self.args.threads == 1 and not self.on_gpu else "wall")
-        samples = self._sample(calls, clock)
+        samples = self._sample(calls, clock, prepare or {})
         result = {}
         for name, times in samples.items():
             ratios = _paired(times, samples[base])
@@ -131,11 +134,14 @@ class Bench:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
-    def _sample(self, calls: Mapping[str, Call], clock: str) -> dict[str, list[float]]:
+    def _sample(
+        self, calls: Mapping[str, Call], clock: str, prepare: Mapping[str, Call]
+    ) -> dict[str, list[float]]:
         """Seconds per call of every callable in every round."""
         now = time.process_time if clock == "process" else time.perf_counter
         repeats, round_seconds = {}, 0.0
         for name, call in calls.items():
+            prepare.get(name, _nothing)()
             call()  # compilation, workspaces
             self._sync()
             start = time.perf_counter()
@@ -154,6 +160,9 @@ class Bench:
                 shift = i % len(names)  # nobody always runs after the same neighbour's caches
                 for name in names[shift:] + names[:shift]:
                     call, n = calls[name], repeats[name]
+                    if name in prepare:
+                        prepare[name]()
+                        call()
                     self._sync()
                     start = now()
                     for _ in range(n):
@@ -192,6 +201,10 @@ class Bench:
         worse = regressions(read_csv(self.args.compare), self.rows)
         print("\n".join(worse) if worse else f"no regression against {self.args.compare}")
         return 1 if worse else 0
+
+
+def _nothing() -> None:
+    pass
 
 
 def _paired(times: Sequence[float], base: Sequence[float]) -> list[float]:

@@ -12,7 +12,7 @@ def _problem(name):
     if name in ("cnn", "transformer"):
         problem = problems.PROBLEMS[name]()
     elif name == "square":
-        problem = problems._stack(name, (6, 8, 5), 7, problems.Square, bias=False)
+        problem = problems._modular_addition(7, p=5, hidden=8)
     else:
         activation = {"relu": torch.nn.ReLU, "gelu": torch.nn.GELU}[name]
         problem = problems._stack(name, (6, 8, 8, 5), 7, activation)

@@ -27,11 +27,16 @@ class Problem:
     piecewise_linear: bool = True  # whether phi'' = 0
 
 
-class Square(nn.Module):
-    """``z^2``, the activation of the modular-addition network."""
+class SquareNet(nn.Module):
+    """One hidden layer with activation ``z^2``, no bias: the network of modular addition."""
 
-    def forward(self, z: Tensor) -> Tensor:
-        return z.square()
+    def __init__(self, d: int, hidden: int, classes: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(d, hidden, bias=False)
+        self.output = nn.Linear(hidden, classes, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.hidden(x).square())
 
 
 def mlp(widths: Sequence[int], activation: type[nn.Module], bias: bool = True) -> nn.Sequential:
@@ -73,13 +78,12 @@ def _parity(dtype: torch.dtype, batch: int = 1000) -> Problem:
     return problem
 
 
-def _modular_addition(batch: int, p: int = 61) -> Problem:
+def _modular_addition(batch: int, p: int = 61, hidden: int = 256) -> Problem:
     """One-hot operands; class (a + b) mod p."""
-    problem = _stack(f"modular addition B{batch}", (2 * p, 256, p), batch, Square, bias=False)
     a, b = torch.randint(p, (2, batch))
-    problem.x = torch.cat([F.one_hot(a, p), F.one_hot(b, p)], 1).float()
-    problem.y = (a + b) % p
-    return problem
+    x = torch.cat([F.one_hot(a, p), F.one_hot(b, p)], 1).float()
+    name, model = f"modular addition B{batch}", SquareNet(2 * p, hidden, p)
+    return Problem(name, model, x, (a + b) % p, F.cross_entropy, 0.1, (2 * p, hidden, p), False)
 
 
 def _xor(batch: int = 400, d: int = 40000) -> Problem:
