@@ -102,7 +102,7 @@ def _umask() -> int:
 def load(cls: type[Model], path: str | os.PathLike[str]) -> Model:
     """Reads an estimator of class ``cls``; see ``RFAMClassifier.load``."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (zipfile.BadZipFile, ValueError, EOFError) as error:
         msg = f"{os.fspath(path)} is not a saved RFAM model: {error}"

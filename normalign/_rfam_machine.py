@@ -78,5 +78,18 @@ class Machine:
 
 
 def project(x: Tensor, mean: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``(x - mean) F`` in ``dtype``, shape ``(m, r)``."""
-    return (x.to(dtype) - mean.to(dtype)) @ factor.to(dtype)
+    """``(x - mean) F`` in ``dtype``, shape ``(m, r)``.
+
+    Equal rows of ``x`` give equal results, wherever they stand and whatever stands beside them: a
+    Laplace kernel's gradient jumps at distance 0, so that rounding which differs by place, as a
+    matrix product's does, would give two copies of a point a unit vector between them.
+    """
+    mean, factor = mean.double(), factor.double()
+    if dtype == torch.float64:  # one column at a time: every row sums in the same order
+        out = x.new_zeros(x.shape[0], factor.shape[1], dtype=dtype)
+        for k in range(x.shape[1]):
+            out += (x[:, k : k + 1].double() - mean[k]) * factor[k]
+        return out
+    # What differs by place is 1e-16 here, and the rounding to 1e-7 takes it away.
+    blocks = [((rows.double() - mean) @ factor).to(dtype) for rows in x.split(8192)]
+    return torch.cat(blocks)
