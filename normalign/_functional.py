@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from normalign import _general
+from normalign import _general, reference
 
 vjp: Any = torch.func.vjp  # its result has two or three parts; the annotations know one of them
 
@@ -67,5 +67,7 @@ def run(
             (jx,) = push(x.to(gradients[0].dtype))
             offset = full(flat) - full(jx.reshape(flat.shape))
         products = [full(g.flatten(1)) for g in gradients]
-        values = _general.combine(products, full(x.flatten(1)), penalty, offset)
+        # Plain operations: a compiler fuses them, and every transform knows them.
+        project = reference.orthogonal_projection
+        values = _general.combine(products, full(x.flatten(1)), penalty, offset, project)
     return logits, values.mean() if reduction == "mean" else values

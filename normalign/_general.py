@@ -20,6 +20,8 @@ from normalign.orthogonal_projection import orthogonal_projection
 
 Terms = Callable[[Any, Tensor, Tensor, Tensor, str, bool], Tensor]
 
+Projection = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
 
 def run(
     model: Any,
@@ -119,7 +121,13 @@ def jacobian_products(
     return products, offset
 
 
-def combine(products: list[Tensor], x: Tensor, penalty: str, offset: Tensor | None) -> Tensor:
+def combine(
+    products: list[Tensor],
+    x: Tensor,
+    penalty: str,
+    offset: Tensor | None,
+    project: Projection = orthogonal_projection,
+) -> Tensor:
     """The penalty of each sample from ``J^T v`` of each probe, rows ``(B, d)``."""
     count = len(products)
     if penalty == "joint":
@@ -128,7 +136,7 @@ def combine(products: list[Tensor], x: Tensor, penalty: str, offset: Tensor | No
     if penalty == "jacobian":
         norms = [g.square().sum(1) for g in products]
     else:
-        norms = [orthogonal_projection(g, x.to(g.dtype))[1] for g in products]
+        norms = [project(g, x.to(g.dtype))[1] for g in products]
     total = norms[0]
     for norm in norms[1:]:
         total = total + norm

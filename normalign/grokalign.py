@@ -105,7 +105,7 @@ def grokalign(
     if isinstance(path, _stack.StackPlan):
         outputs = path.outputs
         if probe_vectors is not None:
-            v = _inputs.check_probes(probe_vectors, x.shape[0], outputs, x.device)
+            v = _inputs.check_probes(probe_vectors, x.shape[0], outputs, x.device).to(x.dtype)
         elif exact:
             v = _probes.identity(x.shape[0], outputs, x.dtype, x.device)
         else:
