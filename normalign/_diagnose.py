@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _COMPILED = (
     "the model, or a part of it, was compiled with torch.compile, which cannot be differentiated "
@@ -49,6 +49,24 @@ def _no_path() -> str:
     return (
         "the logits must be a differentiable function of x, got logits with no gradient path to "
         "x (is there a detach, an argmax or a torch.no_grad in the model?)"
+    )
+
+
+def check_not_compiled(model: Any) -> None:
+    """Requires that no part of a module was compiled."""
+    if not isinstance(model, nn.Module):
+        return
+    if not is_compiled(model) and model in _checked:
+        return
+    if any(is_compiled(m) for m in model.modules()):
+        raise RuntimeError(_COMPILED)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is the result of torch.compile, or was compiled in place."""
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
     )
 
 

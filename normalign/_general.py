@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from normalign import _diagnose, reference
+from normalign._attention import keep_in_backward, twice_differentiable
 from normalign._probes import HALF
 from normalign.orthogonal_projection import orthogonal_projection
 
@@ -55,18 +55,10 @@ def run(
             probes = make_probes(flat).to(flat.dtype)
             values = terms(model, flat, leaf, probes, penalty, training)
             value = values.mean() if reduction == "mean" else values
-    return (logits, value) if training else (logits.detach(), value.detach())
-
-
-@contextlib.contextmanager
-def twice_differentiable() -> Iterator[None]:
-    """Gradients on, and attention in the one form that has a second derivative; then as before."""
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        yield
+    if not training:
+        return logits.detach(), value.detach()
+    keep_in_backward(logits, value)
+    return logits, value
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normalign import _general, _inputs
+from normalign import _diagnose, _general, _inputs
 
 
 class GrokAlign(nn.Module):
@@ -59,6 +59,7 @@ class GrokAlign(nn.Module):
         """
         _inputs.check_x(inputs)
         _inputs.check_model(self.model, inputs)
+        _diagnose.check_not_compiled(self.model)
         parts: list[Tensor] = []
 
         def unit_probe(flat: Tensor) -> Tensor:

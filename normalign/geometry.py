@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from normalign import _diagnose, _inputs
+from normalign._attention import twice_differentiable
 from normalign._checks import check_count, check_shape
-from normalign._general import full_precision, twice_differentiable, without_autocast
+from normalign._general import full_precision, without_autocast
 from normalign.grokalign import Output
 
 BLOCK_BYTES = 64 << 20  # of Jacobian held at once

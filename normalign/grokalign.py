@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from normalign import _dispatch, _functional, _general, _inputs, _probes, _stack
+from normalign import _diagnose, _dispatch, _functional, _general, _inputs, _probes, _stack
 from normalign._probes import ProbeStream
 
 Output = Hashable | Callable[[Any], Tensor] | None
@@ -131,6 +131,7 @@ def grokalign(
         return _functional.run(model, forward, select, x, make_probes, penalty, reduction)
     if forward is None:
         _inputs.check_model(model, x)
+    _diagnose.check_not_compiled(model)
 
     def call(x: Tensor) -> Tensor:
         return select(model(x) if forward is None else forward(model, x))
@@ -212,6 +213,10 @@ def _path(
     elif x.requires_grad:
         reason = "x requires a gradient"
     else:
+        if (
+            type(model).__name__ == "OptimizedModule"
+        ):  # the fused stack is faster than compiled code
+            model = model._orig_mod
         reason = _stack.plan(model, x, penalty)
         if isinstance(reason, _stack.StackPlan):
             return reason
