@@ -15,6 +15,7 @@ from torch import Tensor
 
 from normalign import _diagnose, reference
 from normalign._attention import keep_in_backward, twice_differentiable
+from normalign._inputs import autocast_is_on
 from normalign._probes import HALF
 from normalign.orthogonal_projection import orthogonal_projection
 
@@ -64,7 +65,7 @@ def run(
 @contextlib.contextmanager
 def without_autocast(device_type: str) -> Iterator[None]:
     """Backward formulas follow the dtypes of the forward; autocast must not touch them."""
-    if torch.is_autocast_enabled(device_type):
+    if autocast_is_on(device_type):
         with torch.autocast(device_type, enabled=False):
             yield
     else:

@@ -72,12 +72,18 @@ def check_finite(x: Tensor) -> None:
             raise ValueError(msg)
 
 
+def autocast_is_on(device_type: str) -> bool:
+    """Whether autocast converts on this device; devices that do not know it count as off."""
+    known = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
+    return known and torch.is_autocast_enabled(device_type)
+
+
 def check_model(model: Any, x: Tensor) -> None:
     """Requires that some parameter is where ``x`` is, and has its dtype.
 
     Not under autocast, and not for a ``forward`` callable: both may convert.
     """
-    if not isinstance(model, nn.Module) or torch.is_autocast_enabled(x.device.type):
+    if not isinstance(model, nn.Module) or autocast_is_on(x.device.type):
         return
     other: Tensor | None = None
     for parameter in model.parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -169,20 +170,29 @@ def explain(
         forward: As for ``grokalign``.
         output: As for ``grokalign``.
         implementation: As for ``grokalign``.
-        **options: The others of ``grokalign``, which make no difference.
+        **options: Others of ``grokalign``, which make no difference.
 
     Returns:
         ``name`` and ``reason``; prints as ``"general: the model holds a Conv2d"``, say.
 
     Raises:
+        TypeError: ``x`` is no float tensor, or an option is unknown.
         RuntimeError: ``"native"`` was asked for and the fused stack cannot serve.
     """
+    if unknown := set(options) - _OPTIONS:
+        msg = f"unknown option {sorted(unknown)[0]!r}; grokalign has {', '.join(sorted(_OPTIONS))}"
+        raise TypeError(msg)
     _inputs.check_options(penalty, 1, "gaussian", False, "mean", implementation)
     _inputs.check_x(x)
     path = _path(model, x, penalty, forward, output, implementation, _functional.needed())
     if isinstance(path, Path):
         return path
     return Path("fused", "the model is a stack of Linear and activation layers")
+
+
+_OPTIONS = {
+    name for name, p in inspect.signature(grokalign).parameters.items() if p.kind is p.KEYWORD_ONLY
+}
 
 
 def _path(
@@ -208,7 +218,7 @@ def _path(
         reason = "forward= or output= is given"
     elif not isinstance(model, nn.Module):
         reason = f"the model is no nn.Module, but a {type(model).__name__}"
-    elif torch.is_autocast_enabled(x.device.type):
+    elif _inputs.autocast_is_on(x.device.type):
         reason = "autocast is on"
     elif x.requires_grad:
         reason = "x requires a gradient"
