@@ -179,9 +179,7 @@ def explain(
         TypeError: ``x`` is no float tensor, or an option is unknown.
         RuntimeError: ``"native"`` was asked for and the fused stack cannot serve.
     """
-    if unknown := set(options) - _OPTIONS:
-        msg = f"unknown option {sorted(unknown)[0]!r}; grokalign has {', '.join(sorted(_OPTIONS))}"
-        raise TypeError(msg)
+    check_names(options)
     _inputs.check_options(penalty, 1, "gaussian", False, "mean", implementation)
     _inputs.check_x(x)
     path = _path(model, x, penalty, forward, output, implementation, _functional.needed())
@@ -191,8 +189,17 @@ def explain(
 
 
 _OPTIONS = {
-    name for name, p in inspect.signature(grokalign).parameters.items() if p.kind is p.KEYWORD_ONLY
+    name
+    for name, parameter in inspect.signature(grokalign).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
 }
+
+
+def check_names(options: dict[str, Any]) -> None:
+    """Requires names of options that ``grokalign`` has."""
+    if unknown := set(options) - _OPTIONS:
+        msg = f"unknown option {min(unknown)!r}; grokalign has {', '.join(sorted(_OPTIONS))}"
+        raise TypeError(msg)
 
 
 def _path(

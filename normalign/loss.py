@@ -10,7 +10,26 @@ from torch import Tensor, nn
 
 from normalign import _inputs
 from normalign._probes import ProbeStream
-from normalign.grokalign import grokalign
+from normalign.grokalign import check_names, grokalign
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Finds a bad option where it is written, not in the first step."""
+    if "reduction" in options:
+        msg = "GrokAlignLoss takes the mean over the batch: reduction is no option of it"
+        raise TypeError(msg)
+    if "probe_vectors" in options:
+        msg = "probe_vectors belongs to the call: loss_fn(model, x, y, probe_vectors=...)"
+        raise TypeError(msg)
+    check_names(options)
+    _inputs.check_options(
+        options.get("penalty", "orthogonal"),
+        options.get("num_probes", 1),
+        options.get("probes", "gaussian"),
+        options.get("exact", False),
+        "mean",
+        options.get("implementation", "auto"),
+    )
 
 
 class Parts(NamedTuple):
@@ -55,9 +74,7 @@ class GrokAlignLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        if "reduction" in options:
-            msg = "GrokAlignLoss takes the mean over the batch: reduction is no option of it"
-            raise TypeError(msg)
+        _check_options(options)
         self.criterion = criterion
         self.weight = weight
         self.options = options
