@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from normalign import _dispatch, _load
+from normalign import _dispatch, _gpu, _load, _stack_cuda
+from normalign._stack_cuda import GpuStack
 from normalign._stack_native import PENALTIES, FusedStack
 
 _MAX_LAYERS = 32
@@ -37,7 +38,8 @@ class StackPlan:
     """A recognised stack, with what is needed to run it."""
 
     def __init__(self, chain: _Chain) -> None:
-        self.fused = {p: FusedStack(chain.linears, chain.activations, p) for p in PENALTIES}
+        self.chain = chain
+        self._fused: dict[str, FusedStack | GpuStack] = {}
         self.outputs = chain.linears[-1].out_features  # probes are drawn before the forward pass
 
     def run(self, x: Tensor, probes: Tensor, penalty: str, reduction: str) -> tuple[Tensor, Tensor]:
@@ -48,7 +50,23 @@ class StackPlan:
         """
         if x.dim() > 2:
             x = x.flatten(1)
-        return self.fused[penalty](x, probes, reduction)
+        if _gpu.serves(x.device):
+            return self._on_gpu()(x, probes, penalty, reduction)
+        return self._on_cpu(penalty)(x, probes, reduction)
+
+    def _on_cpu(self, penalty: str) -> FusedStack:
+        if penalty not in self._fused:
+            self._fused[penalty] = FusedStack(self.chain.linears, self.chain.activations, penalty)
+        found = self._fused[penalty]
+        assert isinstance(found, FusedStack)
+        return found
+
+    def _on_gpu(self) -> GpuStack:
+        if "gpu" not in self._fused:
+            self._fused["gpu"] = GpuStack(self.chain.linears, self.chain.activations)
+        found = self._fused["gpu"]
+        assert isinstance(found, GpuStack)
+        return found
 
 
 def _activation_of(module: nn.Module) -> _Activation | None:
@@ -301,9 +319,14 @@ def _input_reason(chain: _Chain, x: Tensor, penalty: str) -> str | None:
         return f"the input has {x.dim()} dimensions"
     if x.shape[0] == 0:
         return "the batch is empty"
-    if _load._C is None or x.device.type != "cpu" or x.dtype not in _dispatch.NATIVE_DTYPES:
+    if _gpu.serves(x.device):
+        if reason := _dispatch.gpu_unavailable_reason(x):
+            return reason
+        if penalty not in _stack_cuda.PENALTIES:
+            return f"the {penalty} penalty is not fused on a GPU"
+    elif _load._C is None or x.device.type != "cpu" or x.dtype not in _dispatch.NATIVE_DTYPES:
         return _dispatch.unavailable_reason(x)
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
     if any(m.training and m.p > 0 for m in chain.dropouts):  # type: ignore[operator]
         return "Dropout is active"

@@ -1,52 +1,15 @@
 // The Python face of the CUDA kernels. Compiled as _cuda, and as _emu with the emulated ones; the
 // arguments of both are the same, and end with a device number and a stream.
-#include "../bind.h"
-
-#include "launch.h"
-#if defined(NORMALIGN_WITH_CUDART)
-#include <cuda_runtime_api.h>
-#else
+#include "bind_gpu.h"
+#if !defined(NORMALIGN_WITH_CUDART)
 #include "../emu/machine.h"
 #endif
 
 namespace normalign {
+
+void bind_stack_gpu(py::module_& m);
+
 namespace {
-
-void check(Status status) {
-  if (status) throw std::runtime_error(std::string("CUDA launch failed: ") + status);
-}
-
-#if defined(NORMALIGN_WITH_CUDART)
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    check_cuda(cudaGetDevice(&before_));
-    if (before_ == device) return;
-    check_cuda(cudaSetDevice(device));
-    changed_ = true;
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  static void check_cuda(cudaError_t error) {
-    if (error != cudaSuccess) check(cudaGetErrorString(error));
-  }
-  int before_ = 0;
-  bool changed_ = false;
-};
-#else
-struct DeviceGuard {
-  explicit DeviceGuard(int) {}
-};
-#endif
-
-Stream stream_of(Address stream) {
-  return reinterpret_cast<Stream>(stream);
-}
 
 template <class T>
 void projection(int64_t rows, int64_t cols, Address g, int64_t g_stride, Address x,
@@ -99,4 +62,5 @@ PYBIND11_MODULE(NORMALIGN_GPU_MODULE, m) {
   m.def("orthogonal_projection_f64", &projection<double>);
   m.def("orthogonal_projection_backward_f32", &projection_backward<float>);
   m.def("orthogonal_projection_backward_f64", &projection_backward<double>);
+  bind_stack_gpu(m);
 }

@@ -1,2 +1,3 @@
 // The kernels of csrc/cuda, compiled for the host.
 #include "../cuda/orthogonal_projection.cu"
+#include "../cuda/stack.cu"

@@ -1,0 +1,282 @@
+"""The fused stack on a GPU: one first-order autograd function over the CUDA kernels.
+
+A small stack runs in four launches, with each block of rows in shared memory; a wide one leaves
+the products to torch, with one kernel for everything between two of them. Nothing synchronises and
+nothing is allocated outside torch, so a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normalign import _gpu
+
+PENALTIES = ("orthogonal", "jacobian")
+# Must agree with csrc/cuda/stack.h.
+_FORWARD, _ADJOINT, _TANGENT, _BACKWARD = range(4)
+_FLAT = (0, 1, 2)  # activations whose second derivative is 0: identity, relu, leaky relu
+
+_Activation = tuple[int, float, float]
+_Parameters = Sequence[Tensor | None]  # weight, bias, weight, ...
+_Gradients = tuple[Tensor | None, Tensor | None, float]  # of logits, of the penalty, its factor
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _suffix(tensor: Tensor) -> str:
+    return "f64" if tensor.dtype is torch.float64 else "f32"
+
+
+class GpuStack:
+    """A stack of Linear layers on the GPU that its inputs are on."""
+
+    def __init__(self, linears: Sequence[nn.Linear], activations: Sequence[_Activation]) -> None:
+        self.linears = tuple(linears)
+        self.activations = tuple(activations)
+        self.widths = [linears[0].in_features, *(m.out_features for m in linears)]
+        self._native: dict[str, Any] = {}
+
+    def native(self, device: torch.device) -> Any:
+        """The compiled stack of the module that serves this device."""
+        if device.type not in self._native:
+            self._native[device.type] = _gpu.module(device).Stack(
+                self.widths,
+                [kind for kind, _, _ in self.activations],
+                [p0 for _, p0, _ in self.activations],
+                [p1 for _, _, p1 in self.activations],
+            )
+        return self._native[device.type]
+
+    def __call__(
+        self, x: Tensor, probes: Tensor, penalty: str, reduction: str
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and penalty; see ``StackPlan.run``."""
+        parameters: list[Tensor | None] = []
+        for m in self.linears:
+            parameters += (m.weight, m.bias)
+        small = self.native(x.device).fits(x.element_size())
+        run: _Small | _Wide = _Small(self) if small else _Wide(self)
+        run.project = penalty == "orthogonal"
+        run.tangent = torch.is_grad_enabled() and any(
+            p is not None and p.requires_grad for p in parameters
+        )
+        logits, value = _Function.apply(run, x, probes, reduction, *parameters)  # type: ignore[no-untyped-call]
+        return logits, value
+
+
+class _Small:
+    """One step in four launches."""
+
+    project = True
+    tangent = True
+
+    def __init__(self, stack: GpuStack) -> None:
+        self.stack = stack
+
+    def forward(self, x: Tensor, probes: Tensor, parameters: _Parameters) -> tuple[Tensor, Tensor]:
+        native, suffix = self.stack.native(x.device), _suffix(x)
+        batch, count = x.shape[0], probes.shape[0]
+        size = getattr(native, f"workspace_{suffix}")(batch, count)
+        self.workspace = x.new_empty(size)
+        logits, penalty = x.new_empty(batch, self.stack.widths[-1]), x.new_empty(batch)
+        getattr(native, f"forward_{suffix}")(
+            *self.call(x, probes, parameters), self.project, self.tangent,
+            logits.data_ptr(), penalty.data_ptr(), *_gpu.where(x.device),
+        )  # fmt: skip
+        return logits, penalty
+
+    def call(self, x: Tensor, probes: Tensor, parameters: _Parameters) -> tuple[Any, ...]:
+        weights = [_address(p) for p in parameters[0::2]]
+        biases = [_address(p) for p in parameters[1::2]]
+        return (
+            x.shape[0], probes.shape[0], weights, biases, x.data_ptr(), x.stride(0),
+            probes.data_ptr(), self.workspace.data_ptr(),
+        )  # fmt: skip
+
+    def backward(
+        self,
+        x: Tensor,
+        probes: Tensor,
+        parameters: _Parameters,
+        of: _Gradients,
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        grads = [
+            torch.empty_like(p) if p is not None and want else None
+            for p, want in zip(parameters, wanted, strict=True)
+        ]
+        addresses = [_address(g) for g in grads]
+        of_logits, of_penalty, factor = of
+        stride = 0 if of_penalty is None or of_penalty.dim() == 0 else of_penalty.stride(0)
+        getattr(self.stack.native(x.device), f"backward_{_suffix(x)}")(
+            *self.call(x, probes, parameters), _address(of_logits), _address(of_penalty), stride,
+            factor, addresses[0::2], addresses[1::2], *_gpu.where(x.device),
+        )  # fmt: skip
+        return grads
+
+
+class _Wide:
+    """Library products, and one launch between two of them."""
+
+    project = True
+    tangent = True
+
+    def __init__(self, stack: GpuStack) -> None:
+        self.stack = stack
+
+    def stage(
+        self,
+        kind: int,
+        l: int,  # noqa: E741
+        data: Tensor,
+        out: Tensor,
+        probes: int = 1,
+        bias: Tensor | None = None,
+        z: Tensor | None = None,
+        u: Tensor | None = None,
+        cross: Tensor | None = None,
+        of_penalty: Tensor | None = None,
+        factor: float = 0.0,
+    ) -> Tensor:
+        """What stands behind layer ``l - 1``: see ``Stage`` in csrc/cuda/stack.h."""
+        activation, p0, p1 = self.stack.activations[l - 1]
+        stride = 0 if of_penalty is None or of_penalty.dim() == 0 else of_penalty.stride(0)
+        getattr(_gpu.module(data.device), f"stage_{_suffix(data)}")(
+            kind, data.shape[0] // probes, probes, data.shape[1], activation, p0, p1,
+            data.data_ptr(), _address(bias), _address(z), _address(u), _address(cross),
+            _address(of_penalty), stride, factor, out.data_ptr(), *_gpu.where(data.device),
+        )  # fmt: skip
+        return out
+
+    def forward(self, x: Tensor, probes: Tensor, parameters: _Parameters) -> tuple[Tensor, Tensor]:
+        weights, biases = parameters[0::2], parameters[1::2]
+        last, (count, batch) = len(weights), probes.shape[:2]
+        curved = [kind not in _FLAT for kind, _, _ in self.stack.activations]
+        a, z = [x], [x]
+        for l in range(1, last + 1):  # noqa: E741
+            weight, bias = weights[l - 1], biases[l - 1]
+            assert weight is not None
+            if l == last:
+                logits = a[-1] @ weight.T if bias is None else torch.addmm(bias, a[-1], weight.T)
+                break
+            z.append(a[-1] @ weight.T)
+            a.append(self.stage(_FORWARD, l, z[l], torch.empty_like(z[l]), bias=bias))
+        s: list[Tensor] = [probes.reshape(count * batch, -1)] * (last + 1)
+        u: list[Tensor | None] = [None] * (last + 1)
+        for l in range(last - 1, 0, -1):  # noqa: E741
+            weight = weights[l]
+            assert weight is not None
+            product = s[l + 1] @ weight
+            out = torch.empty_like(product) if curved[l - 1] else product
+            s[l] = self.stage(_ADJOINT, l, product, out, count, z=z[l])
+            u[l] = product if curved[l - 1] else None
+        assert weights[0] is not None
+        r, penalty = self.residual(x, s[1] @ weights[0], count)
+        t = [r]
+        cross: list[Tensor | None] = [None] * (last + 1)
+        for l in range(1, last if self.tangent else 0):  # noqa: E741
+            weight = weights[l - 1]
+            assert weight is not None
+            q = t[-1] @ weight.T
+            cross[l] = torch.empty_like(z[l]) if curved[l - 1] else None
+            t.append(self.stage(_TANGENT, l, q, q, count, z=z[l], u=u[l], cross=cross[l]))
+        self.kept = (a, z, s, t, cross)
+        return logits, penalty
+
+    def residual(self, x: Tensor, g: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """``r`` of every probe and sample, and the mean of ``|r|^2`` over the probes."""
+        batch, d = x.shape
+        if not self.project:
+            return g, g.square().sum(1).view(count, batch).mean(0)
+        r, norms = torch.empty_like(g), g.new_empty(count, batch)
+        f = getattr(_gpu.module(x.device), f"orthogonal_projection_{_suffix(x)}")
+        for p in range(count):
+            rows = slice(p * batch, (p + 1) * batch)
+            f(
+                batch, d, g[rows].data_ptr(), d, x.data_ptr(), x.stride(0), r[rows].data_ptr(), d,
+                norms[p].data_ptr(), *_gpu.where(x.device),
+            )  # fmt: skip
+        return r, norms[0] if count == 1 else norms.mean(0)
+
+    def backward(
+        self,
+        x: Tensor,
+        probes: Tensor,
+        parameters: _Parameters,
+        of: _Gradients,
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        a, z, s, t, cross = self.kept
+        weights = parameters[0::2]
+        of_logits, of_penalty, factor = of
+        count, last = probes.shape[0], len(weights)
+        delta = of_logits
+        grads: list[Tensor | None] = [None] * len(parameters)
+        row_factor: Tensor | None = None
+        if of_penalty is not None:
+            row_factor = of_penalty * factor
+            if row_factor.dim() == 1:
+                row_factor = row_factor.repeat(count).unsqueeze(1)
+        for l in range(last, 0, -1):  # noqa: E741
+            weight = weights[l - 1]
+            assert weight is not None
+            at = 2 * (l - 1)
+            if wanted[at]:
+                grad = torch.zeros_like(weight) if delta is None else delta.T @ a[l - 1]
+                if row_factor is not None:
+                    grad.addmm_((s[l] * row_factor).T, t[l - 1])
+                grads[at] = grad
+            if wanted[at + 1] and parameters[at + 1] is not None:
+                bias = parameters[at + 1]
+                assert bias is not None
+                grads[at + 1] = torch.zeros_like(bias) if delta is None else delta.sum(0)
+            if l == 1:
+                break
+            term = cross[l - 1] if of_penalty is not None else None
+            if delta is None and term is None:
+                continue
+            product = torch.zeros_like(z[l - 1]) if delta is None else delta @ weight
+            delta = self.stage(
+                _BACKWARD, l - 1, product, product, z=z[l - 1], cross=term,
+                of_penalty=of_penalty, factor=factor,
+            )  # fmt: skip
+        return grads
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, run: _Small | _Wide, x: Tensor, probes: Tensor, reduction: str, *parameters: Any
+    ) -> tuple[Tensor, Tensor]:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        probes = probes.to(x.dtype).contiguous()
+        logits, penalty = run.forward(x, probes, parameters)
+        ctx.set_materialize_grads(False)
+        ctx.run, ctx.reduction = run, reduction
+        # Saved for their version counters: a weight changed in place in between is an error.
+        ctx.save_for_backward(x, probes, *parameters)
+        return logits, penalty.mean() if reduction == "mean" else penalty
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_logits: Tensor | None, grad_penalty: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, probes, *parameters = ctx.saved_tensors
+        if grad_logits is None and grad_penalty is None:
+            return (None,) * (4 + len(parameters))
+        factor = 2.0 / probes.shape[0]
+        if ctx.reduction == "mean":
+            factor /= x.shape[0]
+        if grad_logits is not None:
+            grad_logits = grad_logits.contiguous()
+        of = (grad_logits, grad_penalty, factor)
+        grads = ctx.run.backward(x, probes, parameters, of, ctx.needs_input_grad[4:])
+        return (None, None, None, None, *grads)
