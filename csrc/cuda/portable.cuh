@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #define NORMALIGN_UNROLL _Pragma("unroll")
+#define NORMALIGN_LOOP _Pragma("unroll 1")  // stays a loop
 // NORMALIGN_SHARED(float, tile, [32][33]);
 #define NORMALIGN_SHARED(T, name, dims) __shared__ T name dims
 #define NORMALIGN_DYNAMIC_SHARED(T, name)                                   \
@@ -37,6 +38,7 @@ static inline const char* launch_status() {
 }  // the machine throws
 
 #define NORMALIGN_UNROLL
+#define NORMALIGN_LOOP
 #define NORMALIGN_SHARED(T, name, dims)                                             \
   using name##_type = T dims;                                                       \
   static ::normalign::emu::SharedSlot name##_slot{sizeof(name##_type), nullptr, 0}; \

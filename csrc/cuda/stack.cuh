@@ -15,16 +15,15 @@ __host__ __device__ __forceinline__ int padded(int cols) {
   return (cols + depth_step - 1) / depth_step * depth_step;
 }
 
-// The product of the block's rows, in shared memory, with a matrix (depth, cols): a thread has one
-// column and all rows, so neighbouring threads read neighbouring weights, each weight once.
-// finish(row, column, sum) takes each result; columns of padding get 0 and are at or above `cols`.
-template <class T, int block_rows, class Finish>
+// The product of the block's rows, in shared memory, with a matrix (depth, cols), into `out`: a
+// thread has one column and all rows, so neighbouring threads read neighbouring weights, each once.
+template <class T, int block_rows>
 __device__ __forceinline__ void product(const T* rows, int depth, const T* __restrict__ matrix,
-                                        int cols, Finish finish) {
+                                        int cols, T* out) {
   const int pitch = padded(depth);
-  for (int j = threadIdx.x; j < padded(cols); j += stack_threads) {
+  for (int j = threadIdx.x; j < cols; j += stack_threads) {
     T sum[block_rows] = {};
-    for (int k0 = 0; k0 < depth && j < cols; k0 += depth_step) {
+    for (int k0 = 0; k0 < depth; k0 += depth_step) {
       T w[depth_step];
       NORMALIGN_UNROLL
       for (int k = 0; k < depth_step; ++k)
@@ -38,28 +37,37 @@ __device__ __forceinline__ void product(const T* rows, int depth, const T* __res
       }
     }
     NORMALIGN_UNROLL
-    for (int r = 0; r < block_rows; ++r) finish(r, j, sum[r]);
+    for (int r = 0; r < block_rows; ++r) out[r * padded(cols) + j] = sum[r];
   }
   __syncthreads();
 }
 
 // For few columns: a warp has a row, its lanes share each sum. `weight` is (cols, depth).
-template <class T, int block_rows, class Finish>
+template <class T, int block_rows>
 __device__ __forceinline__ void narrow_product(const T* rows, int depth,
-                                               const T* __restrict__ weight, int cols,
-                                               Finish finish) {
+                                               const T* __restrict__ weight, int cols, T* out) {
   const int lane = threadIdx.x % 32;
   for (int r = threadIdx.x / 32; r < block_rows; r += stack_warps)
-    for (int j = 0; j < padded(cols); ++j) {
+    for (int j = 0; j < cols; ++j) {
       T sum = T(0);
-      for (int k = lane; k < depth && j < cols; k += 32)
+      for (int k = lane; k < depth; k += 32)
         sum += rows[r * padded(depth) + k] * weight[int64_t(j) * depth + k];
       sum = warp_sum(sum);
-      if (lane == 0) finish(r, j, sum);
+      if (lane == 0) out[r * padded(cols) + j] = sum;
     }
   __syncthreads();
 }
 constexpr int narrow_cols = 16;
+
+// Replaces each entry v of the block's rows by make(row, column, v), and what lies outside by zero.
+template <class T, int block_rows, class Make>
+__device__ __forceinline__ void transform(T* rows, int cols, int64_t valid, Make make) {
+  const int lane = threadIdx.x % 32, pitch = padded(cols);
+  for (int r = threadIdx.x / 32; r < block_rows; r += stack_warps)
+    for (int j = lane; j < pitch; j += 32)
+      rows[r * pitch + j] = r < valid && j < cols ? make(r, j, rows[r * pitch + j]) : T(0);
+  __syncthreads();
+}
 
 // The block's rows of a matrix, into shared memory; what lies outside is zero.
 template <class T, int block_rows>
@@ -101,52 +109,84 @@ __device__ __forceinline__ Activated<T> behind(const GpuStack<T>& k, int l, T z)
   return activated(k.activation[l - 1], k.p0[l - 1], k.p1[l - 1], z);
 }
 
-template <class T, int block_rows, class Finish>
-__device__ __forceinline__ void to_output(const GpuStack<T>& k, int l, const T* rows,
-                                          Finish finish) {
+template <class T, int block_rows>
+__device__ __forceinline__ void to_output(const GpuStack<T>& k, int l, const T* rows, T* out) {
   const int cols = k.width[l + 1];
   if (cols <= narrow_cols)
-    narrow_product<T, block_rows>(rows, k.width[l], k.weight[l], cols, finish);
+    narrow_product<T, block_rows>(rows, k.width[l], k.weight[l], cols, out);
   else
-    product<T, block_rows>(rows, k.width[l], k.transposed[l], cols, finish);
+    product<T, block_rows>(rows, k.width[l], k.transposed[l], cols, out);
+}
+
+template <class T>
+__device__ __forceinline__ void exchange(T*& a, T*& b) {
+  T* const other = a;
+  a = b;
+  b = other;
+}
+
+// Projects the block's rows g off the rows x, each warp its own; adds |r|^2 to norm.
+template <class T, int warp_rows>
+__device__ __forceinline__ void project_rows(const GpuStack<T>& k, T* rows, const T* x,
+                                             int64_t valid, T* residual, T* norm) {
+  const int lane = threadIdx.x % 32, d = k.width[0], pitch = padded(d);
+  NORMALIGN_UNROLL
+  for (int i = 0; i < warp_rows; ++i) {
+    const int r = threadIdx.x / 32 + i * stack_warps;
+    T* const row = rows + r * pitch;
+    T gx = T(0), xx = T(0), sum = T(0);
+    if (k.project && r < valid)
+      for (int j = lane; j < d; j += 32) {
+        const T v = x[r * k.x_stride + j];
+        gx += row[j] * v;
+        xx += v * v;
+      }
+    gx = warp_sum(gx);
+    xx = warp_sum(xx);
+    // Only an exact zero leaves the row alone: a NaN in x must reach the result.
+    const T scale = xx == T(0) ? T(0) : gx / xx;
+    for (int j = lane; j < pitch; j += 32) {
+      const bool inside = r < valid && j < d;
+      T v = inside ? row[j] : T(0);
+      if (k.project && inside) v -= scale * x[r * k.x_stride + j];
+      sum += v * v;
+      row[j] = v;
+      if (k.tangent && inside) residual[int64_t(r) * d + j] = v;
+    }
+    norm[i] += warp_sum(sum);
+  }
+  __syncthreads();
 }
 
 template <class T, int block_rows>
-__global__ void __launch_bounds__(stack_threads)
+__global__ void __launch_bounds__(stack_threads, 1)
     stack_forward_kernel(const GpuStack<T> k, int widest) {
   NORMALIGN_DYNAMIC_SHARED(T, memory);
   T* in = memory;
   T* out = memory + block_rows * widest;
-  const auto swap = [&] {
-    T* const other = in;
-    in = out;
-    out = other;
-  };
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t row0 = int64_t(blockIdx.x) * block_rows;
   const int64_t valid = k.batch - row0 < block_rows ? k.batch - row0 : block_rows;
-  const int last = k.layers, d = k.width[0], x_pitch = padded(d);
+  const int last = k.layers;
   const T* const x = k.x + row0 * k.x_stride;
 
-  load_rows<T, block_rows>(x, k.x_stride, valid, d, in);
+  load_rows<T, block_rows>(x, k.x_stride, valid, k.width[0], in);
   for (int l = 1; l <= last; ++l) {
     const int cols = k.width[l];
     const T* const bias = k.bias[l - 1];
-    to_output<T, block_rows>(k, l - 1, in, [&](int r, int j, T z) {
-      const bool inside = j < cols;
-      if (inside && bias) z += bias[j];
+    to_output<T, block_rows>(k, l - 1, in, out);
+    transform<T, block_rows>(out, cols, valid, [&](int r, int j, T z) {
       const int64_t at = (row0 + r) * cols + j;
+      if (bias) z += bias[j];
       if (l == last) {
-        if (inside && r < valid) k.logits[at] = z;
-        return;
+        k.logits[at] = z;
+        return z;
       }
       const T a = behind(k, l, z).value;
-      out[r * padded(cols) + j] = inside ? a : T(0);
-      if (!inside || r >= valid) return;
       k.z[l][at] = z;
       k.a[l][at] = a;
+      return a;
     });
-    swap();
+    exchange(in, out);
   }
 
   constexpr int warp_rows = block_rows / stack_warps;
@@ -155,72 +195,41 @@ __global__ void __launch_bounds__(stack_threads)
     const int64_t first = p * k.batch + row0;
     load_rows<T, block_rows>(k.probe + first * k.width[last], k.width[last], valid, k.width[last],
                              in);
-    for (int l = last - 1; l >= 1; --l) {
+    for (int l = last - 1; l >= 0; --l) {
       const int cols = k.width[l];
-      product<T, block_rows>(in, k.width[l + 1], k.weight[l], cols, [&](int r, int j, T u) {
-        T s = T(0);
-        if (j < cols && r < valid) {
-          const int64_t at = (first + r) * cols + j;
-          s = u * behind(k, l, k.z[l][(row0 + r) * cols + j]).slope;
-          k.s[l][at] = s;
-          if (k.u[l]) k.u[l][at] = u;
-        }
-        out[r * padded(cols) + j] = s;
+      product<T, block_rows>(in, k.width[l + 1], k.weight[l], cols, out);
+      exchange(in, out);
+      if (l == 0) break;
+      transform<T, block_rows>(in, cols, valid, [&](int r, int j, T u) {
+        const int64_t at = (first + r) * cols + j;
+        const T s = u * behind(k, l, k.z[l][(row0 + r) * cols + j]).slope;
+        k.s[l][at] = s;
+        if (k.u[l]) k.u[l][at] = u;
+        return s;
       });
-      swap();
     }
-    product<T, block_rows>(in, k.width[1], k.weight[0], d,
-                           [&](int r, int j, T g) { out[r * x_pitch + j] = g; });
-    swap();
-    // Each warp projects its own rows.
-    NORMALIGN_UNROLL
-    for (int i = 0; i < warp_rows; ++i) {
-      const int r = warp + i * stack_warps;
-      T gx = T(0), xx = T(0), sum = T(0);
-      if (k.project && r < valid)
-        for (int j = lane; j < d; j += 32) {
-          const T v = x[r * k.x_stride + j];
-          gx += in[r * x_pitch + j] * v;
-          xx += v * v;
-        }
-      gx = warp_sum(gx);
-      xx = warp_sum(xx);
-      // Only an exact zero leaves the row alone: a NaN in x must reach the result.
-      const T scale = xx == T(0) ? T(0) : gx / xx;
-      for (int j = lane; j < d && r < valid; j += 32) {
-        T v = in[r * x_pitch + j];
-        if (k.project) v -= scale * x[r * k.x_stride + j];
-        sum += v * v;
-        in[r * x_pitch + j] = v;
-        if (k.tangent) k.t[0][(first + r) * d + j] = v;
-      }
-      norm[i] += warp_sum(sum);
-    }
-    __syncthreads();
+    project_rows<T, warp_rows>(k, in, x, valid, k.t[0] + first * k.width[0], norm);
     for (int l = 1; l < last && k.tangent; ++l) {
       const int cols = k.width[l];
-      to_output<T, block_rows>(k, l - 1, in, [&](int r, int j, T q) {
-        T t = T(0);
-        if (j < cols && r < valid) {
-          const int64_t sample = (row0 + r) * cols + j, at = (first + r) * cols + j;
-          const auto f = behind(k, l, k.z[l][sample]);
-          t = q * f.slope;
-          k.t[l][at] = t;
-          if (k.u[l]) {
-            const T term = f.bend * q * k.u[l][at];
-            k.cross[l][sample] = p == 0 ? term : k.cross[l][sample] + term;
-          }
+      to_output<T, block_rows>(k, l - 1, in, out);
+      exchange(in, out);
+      transform<T, block_rows>(in, cols, valid, [&](int r, int j, T q) {
+        const int64_t sample = (row0 + r) * cols + j, at = (first + r) * cols + j;
+        const auto f = behind(k, l, k.z[l][sample]);
+        k.t[l][at] = q * f.slope;
+        if (k.u[l]) {
+          const T term = f.bend * q * k.u[l][at];
+          k.cross[l][sample] = p == 0 ? term : k.cross[l][sample] + term;
         }
-        out[r * padded(cols) + j] = t;
+        return q * f.slope;
       });
-      swap();
     }
-    __syncthreads();
   }
   NORMALIGN_UNROLL
   for (int i = 0; i < warp_rows; ++i) {
-    const int r = warp + i * stack_warps;
-    if (lane == 0 && r < valid && k.probes > 0) k.penalty[row0 + r] = norm[i] / T(k.probes);
+    const int r = threadIdx.x / 32 + i * stack_warps;
+    if (threadIdx.x % 32 == 0 && r < valid && k.probes > 0)
+      k.penalty[row0 + r] = norm[i] / T(k.probes);
   }
 }
 
@@ -231,7 +240,7 @@ __device__ __forceinline__ T penalty_factor(const T* grad, int64_t stride, T sca
 
 // delta of every hidden layer: phi'(z) W^T delta, plus what the penalty adds through phi''.
 template <class T, int block_rows>
-__global__ void __launch_bounds__(stack_threads)
+__global__ void __launch_bounds__(stack_threads, 1)
     stack_backward_kernel(const GpuStack<T> k, int widest) {
   NORMALIGN_DYNAMIC_SHARED(T, memory);
   T* in = memory;
@@ -243,22 +252,18 @@ __global__ void __launch_bounds__(stack_threads)
                            outputs, in);
   for (int l = last - 1; l >= 1; --l) {
     const int cols = k.width[l];
-    product<T, block_rows>(in, k.width[l + 1], k.weight[l], cols, [&](int r, int j, T sum) {
-      T delta = T(0);
-      if (j < cols && r < valid) {
-        const int64_t at = (row0 + r) * cols + j;
-        delta = sum * behind(k, l, k.z[l][at]).slope;
-        if (k.u[l] && k.grad_penalty)
-          delta += penalty_factor(k.grad_penalty, k.grad_penalty_stride, k.grad_penalty_scale,
-                                  row0 + r) *
-                   k.cross[l][at];
-        k.delta[l][at] = delta;
-      }
-      out[r * padded(cols) + j] = delta;
+    product<T, block_rows>(in, k.width[l + 1], k.weight[l], cols, out);
+    exchange(in, out);
+    transform<T, block_rows>(in, cols, valid, [&](int r, int j, T sum) {
+      const int64_t at = (row0 + r) * cols + j;
+      T delta = sum * behind(k, l, k.z[l][at]).slope;
+      if (k.u[l] && k.grad_penalty)
+        delta +=
+            penalty_factor(k.grad_penalty, k.grad_penalty_stride, k.grad_penalty_scale, row0 + r) *
+            k.cross[l][at];
+      k.delta[l][at] = delta;
+      return delta;
     });
-    T* const other = in;
-    in = out;
-    out = other;
   }
 }
 
@@ -358,7 +363,7 @@ __global__ void __launch_bounds__(stack_threads) stack_weight_kernel(const GpuSt
 
 // ---- between library products
 template <class T, Stage stage>
-__global__ void __launch_bounds__(stack_threads) stage_kernel(const GpuStage<T> k) {
+__global__ void __launch_bounds__(stack_threads, 1) stage_kernel(const GpuStage<T> k) {
   const int64_t size = k.batch * k.cols, step = int64_t(gridDim.x) * stack_threads;
   for (int64_t i = int64_t(blockIdx.x) * stack_threads + threadIdx.x; i < size; i += step) {
     if constexpr (stage == Stage::forward) {
@@ -377,6 +382,7 @@ __global__ void __launch_bounds__(stack_threads) stage_kernel(const GpuStage<T> 
       k.out[i] = delta;
     } else {
       T cross = T(0);
+      NORMALIGN_LOOP
       for (int64_t p = 0; p < k.probes; ++p) {
         const T in = k.in[p * size + i];
         k.out[p * size + i] = f.slope * in;
