@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from normalign import _diagnose, _general, _inputs
+from normalign._stack import StackPlan
+from normalign.grokalign import choose_path
 
 
 class GrokAlign(nn.Module):
@@ -18,6 +21,11 @@ class GrokAlign(nn.Module):
     values are theirs for the same global seed: one probe ``v`` of unit norm per sample is drawn
     from torch's global generator, and ``||J||_F`` is ``sqrt(max(c |J^T v|^2, 1e-8))``. So where
     the Jacobian is tiny there is no gradient; ``normalign.grokalign(penalty="joint")`` has one.
+
+    Stacks of Linear and activation layers take the fused path where no metrics are asked for. It
+    knows no clamp: should a norm be below 1e-4 while its sample's penalty is not, the value is up
+    to 1e-4 lower than theirs. (Where a sample's whole penalty is that small, the general path with
+    the clamp serves.)
 
     What differs: the inputs' ``requires_grad`` is left alone, ``J x`` is always exact, and logits
     without a gradient path to the inputs are an error instead of a Jacobian of 0.
@@ -60,12 +68,16 @@ class GrokAlign(nn.Module):
         _inputs.check_x(inputs)
         _inputs.check_model(self.model, inputs)
         _diagnose.check_not_compiled(self.model)
+        if inputs.is_cpu:
+            _inputs.check_finite(inputs)
+        fused = None if self.return_metrics else self._fused(inputs)
+        if fused is not None:
+            logits, penalty = fused
+            return self.criterion(logits) + self.lambda_reg * penalty
         parts: list[Tensor] = []
 
         def unit_probe(flat: Tensor) -> Tensor:
-            v: Tensor = torch.randn(flat.shape, device=self.device)
-            v = v / v.norm(dim=-1, keepdim=True).clamp(min=1e-8)
-            return v.unsqueeze(0)
+            return self._unit_probe(flat.shape)
 
         def terms(
             model: Any, flat: Tensor, leaf: Tensor, probes: Tensor, penalty: str, training: bool
@@ -89,3 +101,22 @@ class GrokAlign(nn.Module):
             "jac_norm": jacobian_norm.item(),
             "offset_norm": offset_norm.item(),
         }
+
+    def _unit_probe(self, shape: tuple[int, ...]) -> Tensor:
+        """Probes ``(1, B, c)`` as their code draws them."""
+        v: Tensor = torch.randn(shape, device=self.device)
+        v = v / v.norm(dim=-1, keepdim=True).clamp(min=1e-8)
+        return v.unsqueeze(0)
+
+    def _fused(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Logits and penalty by the fused stack; ``None`` where it or its clamp cannot serve."""
+        path = choose_path(self.model, inputs, "joint")
+        if not isinstance(path, StackPlan):
+            return None
+        state = torch.get_rng_state()
+        v = self._unit_probe((inputs.shape[0], path.outputs)) * math.sqrt(path.outputs)
+        logits, penalties = path.run(inputs, v.to(inputs.dtype), "joint", "none")
+        if penalties.detach().amin() < 1e-4:
+            torch.set_rng_state(state)  # the general path draws the same probes
+            return None
+        return logits, penalties.mean()

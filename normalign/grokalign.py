@@ -202,6 +202,13 @@ def check_names(options: dict[str, Any]) -> None:
         raise TypeError(msg)
 
 
+def choose_path(
+    model: Any, x: Tensor, penalty: str, implementation: str = "auto"
+) -> _stack.StackPlan | Path:
+    """The plan of the fused stack, or the path that serves instead."""
+    return _path(model, x, penalty, None, None, implementation, _functional.needed())
+
+
 def _path(
     model: Any,
     x: Tensor,

@@ -52,6 +52,24 @@ def test_values_and_gradients_for_the_same_seed(activation, metrics):
         torch.testing.assert_close(p.grad.double(), g, rtol=1e-4, atol=1e-6)
 
 
+def test_the_fused_path_is_taken_and_keeps_the_random_stream(monkeypatch):
+    from normalign import _general
+
+    def refuse(*_):
+        raise AssertionError("the general path ran")
+
+    model, x = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4)), torch.randn(7, 6)
+    regulariser = GrokAlign(model, lambda z: z.mean())
+    torch.manual_seed(4)
+    regulariser(x)
+    after = torch.get_rng_state()
+    torch.manual_seed(4)
+    torch.randn(7, 4)  # all that their code draws
+    assert torch.equal(torch.get_rng_state(), after)
+    monkeypatch.setattr(_general, "run", refuse)
+    regulariser(x)
+
+
 def test_the_clamp_is_theirs():
     model = nn.Linear(5, 3)
     with torch.no_grad():
