@@ -128,7 +128,7 @@ def as_problem(model: Any, x: Any, y: Any) -> Problem:
             raise ValueError(msg)
         labels = torch.from_numpy(codes)
         as_numpy = not isinstance(x, Tensor)
-        rows = rows.to(machine.points.dtype)
+        rows = rows.to(machine.mean.dtype)
         return Problem(MachineVictim(machine), model, rows, labels, machine, as_numpy)
     if isinstance(model, Machine):
         check_float("x", x)

@@ -53,7 +53,7 @@ def certified_distance(machine: Machine, x: Tensor, labels: Tensor) -> Tensor:
     if machine.kernel not in ("laplace", 1.0):
         msg = f'a certificate needs kernel="laplace", got {machine.kernel!r}'
         raise ValueError(msg)
-    epsilon = torch.finfo(machine.points.dtype).eps
+    epsilon = torch.finfo(machine.mean.dtype).eps
     points = machine.points.double()
     dual = machine.dual_coef.double()
     classes = dual.shape[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any, TypeVar
 
@@ -245,7 +244,7 @@ class RFAMBase(BaseEstimator):  # type: ignore[misc]
         X = self._check_rows(X)
         machine = self.machine_
         # Fitted in float32, asked in float64 (or the other way): the fitted dtype decides.
-        points = self._tensor(X, np.empty(0, dtype=machine.points.numpy().dtype))
+        points = self._tensor(X, machine.mean.numpy())
         device = self.device if _available(self.device) else "cpu"
         machine = _moved(machine, device)
         with torch_threads(thread_count(self.n_jobs)), torch.no_grad():
@@ -296,12 +295,12 @@ def _available(device: str) -> bool:
 
 def _moved(machine: _rfam_fit.Machine, device: str) -> _rfam_fit.Machine:
     """The machine with its tensors on ``device``; itself when they already are."""
-    tensors: dict[str, Any] = {
-        field.name: value.to(device)
-        for field in dataclasses.fields(machine)
-        if isinstance(value := getattr(machine, field.name), Tensor)
-    }
-    return dataclasses.replace(machine, **tensors)
+    if machine.points.device == torch.device(device):
+        return machine
+    tensors: dict[str, Any] = {name: getattr(machine, name).to(device) for name in _rfam_io.TENSORS}
+    return _rfam_fit.Machine(
+        **tensors, **{name: getattr(machine, name) for name in _rfam_io.SCALARS}
+    )
 
 
 def _line(entry: dict[str, Any]) -> str:

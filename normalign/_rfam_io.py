@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from normalign import _rfam_fit
 
@@ -20,6 +19,9 @@ VERSION = 1
 Model = TypeVar("Model")
 # Fitted attributes that an estimator may have beside its machine.
 ARRAYS = ("classes_", "intercept_", "feature_names_in_")
+# What a machine is made of.
+TENSORS = ("mean", "factor", "points", "dual_coef")
+SCALARS = ("bandwidth", "kernel", "jitter")
 VALUES = ("history_", "best_iter_", "n_features_in_", "_single_output")
 
 
@@ -64,13 +66,9 @@ def save(model: Any, path: str | os.PathLike[str]) -> None:
             arrays[name], as_objects = _array(name, getattr(model, name))
             if as_objects:
                 objects.append(name)
-    machine: dict[str, Any] = {}
-    for field in dataclasses.fields(model.machine_):
-        value = getattr(model.machine_, field.name)
-        if isinstance(value, Tensor):
-            arrays[f"machine.{field.name}"] = value.cpu().numpy()
-        else:
-            machine[field.name] = _plain(value)
+    for name in TENSORS:
+        arrays[f"machine.{name}"] = getattr(model.machine_, name).cpu().numpy()
+    machine = {name: _plain(getattr(model.machine_, name)) for name in SCALARS}
     header = {
         "format": FORMAT,
         "version": VERSION,
