@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from normalign import _sweep_cli
+from normalign import _sweep_cli, demo
 from normalign._config import show_config
 
 
@@ -14,6 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="version, instruction set, threads, CUDA")
     info.set_defaults(run=_info)
+    demo.add_parser(commands)
     _sweep_cli.add_parser(commands)
     args = parser.parse_args(argv)
     return int(args.run(args))
