@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normalign import _dispatch, _load
+from normalign._first_order import first_order
 
 # Must agree with the enumeration in csrc/grokalign_stack.h.
 PENALTIES = {"none": 0, "orthogonal": 1, "jacobian": 2, "joint": 3}
@@ -75,7 +76,7 @@ class _Function(torch.autograd.Function):
         return logits, penalty.mean() if reduction == "mean" else penalty
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(
         ctx: Any, grad_logits: Tensor | None, grad_penalty: Tensor | None
     ) -> tuple[Tensor | None, ...]:

@@ -202,6 +202,9 @@ def check_names(options: dict[str, Any]) -> None:
         raise TypeError(msg)
 
 
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
+
+
 def choose_path(
     model: Any, x: Tensor, penalty: str, implementation: str = "auto"
 ) -> _stack.StackPlan | Path:
@@ -236,10 +239,10 @@ def _path(
         reason = "autocast is on"
     elif x.requires_grad:
         reason = "x requires a gradient"
+    elif (kind := type(model).__name__) in _WRAPPERS:
+        reason = f"{kind} has to see the forward pass"
     else:
-        if (
-            type(model).__name__ == "OptimizedModule"
-        ):  # the fused stack is faster than compiled code
+        if kind == "OptimizedModule":  # the fused stack is faster than compiled code
             model = model._orig_mod
         reason = _stack.plan(model, x, penalty)
         if isinstance(reason, _stack.StackPlan):

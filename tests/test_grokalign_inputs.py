@@ -206,9 +206,11 @@ def test_explain():
     )
     assert "float16" in normalign.explain(stack.half(), X.half()).reason
     assert "requires a gradient" in normalign.explain(stack, X.clone().requires_grad_()).reason
+    parallel = nn.DataParallel(stack.float())
+    assert normalign.explain(parallel, X).reason == "DataParallel has to see the forward pass"
     assert "no nn.Module" in normalign.explain(lambda x: x, X).reason
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert "autocast" in normalign.explain(stack.float(), X).reason
+        assert "autocast" in normalign.explain(stack, X).reason
     with pytest.raises(RuntimeError, match="LayerNorm is not a layer"):
         normalign.explain(other, X, implementation="native")
     with pytest.raises(TypeError, match="unknown option"):
@@ -235,3 +237,15 @@ def test_without_the_extension():
         torch.testing.assert_close(normalign.grokalign(stack, X, probe_vectors=v), expected)
         with pytest.raises(RuntimeError, match=r"asked for, but normalign\._C is hidden"):
             normalign.grokalign(stack, X, implementation="native")
+
+
+def test_the_fused_stack_differentiates_once():
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    logits, value = normalign.grokalign(model, X, implementation="native")
+    (g,) = torch.autograd.grad(value + logits.sum(), model[0].weight, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiated once only.*implementation"):
+        g.sum().backward()
+    logits, value = normalign.grokalign(model, X, implementation="general")
+    (g,) = torch.autograd.grad(value + logits.sum(), model[0].weight, create_graph=True)
+    g.sum().backward()
+    assert model[0].weight.grad is not None
