@@ -280,6 +280,13 @@ class RFAMBase(BaseEstimator):  # type: ignore[misc]
         """
         return _rfam_io.load(cls, path)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without what the machine can compute anew."""
+        state: dict[str, Any] = super().__getstate__()
+        if "machine_" in state:
+            state = {**state, "machine_": _rebuilt(self.machine_, "cpu")}
+        return state
+
     def __sklearn_is_fitted__(self) -> bool:
         return "machine_" in vars(self)
 
@@ -295,8 +302,12 @@ def _available(device: str) -> bool:
 
 def _moved(machine: _rfam_fit.Machine, device: str) -> _rfam_fit.Machine:
     """The machine with its tensors on ``device``; itself when they already are."""
-    if machine.points.device == torch.device(device):
-        return machine
+    same = machine.points.device == torch.device(device)
+    return machine if same else _rebuilt(machine, device)
+
+
+def _rebuilt(machine: _rfam_fit.Machine, device: str) -> _rfam_fit.Machine:
+    """A machine of the same parts, on ``device``, without anything cached."""
     tensors: dict[str, Any] = {name: getattr(machine, name).to(device) for name in _rfam_io.TENSORS}
     return _rfam_fit.Machine(
         **tensors, **{name: getattr(machine, name) for name in _rfam_io.SCALARS}
