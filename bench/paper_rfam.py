@@ -11,7 +11,6 @@ point counts). Results stream to a CSV file; a run that was stopped goes on wher
 from __future__ import annotations
 
 import argparse
-import math
 import pathlib
 import time
 import warnings
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from paper_rfam_report import EPS, differing, report, success
 from tables import Table, archive_tables, csv_gz_tables, published_results
 
 import normalign
@@ -28,7 +28,6 @@ from normalign._rfam_memory import check_memory
 from normalign._sweep_runner import ResultFile, Row, Task, fingerprint, run_tasks
 
 REGS = (10.0, 1.0, 0.1, 0.01, 0.001)
-EPS = (0.1, 1.0, 2.0)
 BANDWIDTH = 10.0
 ITERATIONS = 5
 MEASURED_ROWS = 500  # of each fold's training rows, for effective rank and alignment
@@ -43,6 +42,10 @@ FIGURES = (
     "normal_alignment",
 )
 SEARCH = ("valid_acc", "reg", "iteration", "search_seconds", "fold_seconds")
+# Runs with the published sampling of AGOP points, for tables whose figures differ.
+SAMPLED_KEYS = ("table", "alpha", "seed")
+SAMPLED_COLUMNS = (*SAMPLED_KEYS, "reg", "iteration", "test_acc", "success", "error")
+AGOP_POINTS = 20_000
 COLUMNS = (*KEYS, "rows", "features", "classes", *SEARCH, *FIGURES, "error")
 
 
@@ -51,9 +54,12 @@ def one_hot(y: torch.Tensor, classes: int) -> torch.Tensor:
 
 
 def search(
-    table: Table, X: torch.Tensor, y: torch.Tensor, alpha: float
+    table: Table, X: torch.Tensor, y: torch.Tensor, alpha: float, seed: int | None = None
 ) -> tuple[Row, torch.Tensor]:
-    """The best (reg, iteration) on the validation half, and the factor of its M."""
+    """The best (reg, iteration) on the validation half, and the factor of its M.
+
+    With a seed the AGOP takes points drawn with replacement, as published; else all points.
+    """
     train, valid = (torch.from_numpy(rows) for rows in table.search)
     targets = one_hot(y[train], table.classes)
     expected = y[valid]
@@ -63,6 +69,7 @@ def search(
 
     x = X[train].contiguous()
     shared = _rfam_fit.prepare(x, alpha=alpha, bandwidth=BANDWIDTH, x_val=X[valid].contiguous())
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
     best: Row = {"valid_acc": -1.0}
     factor = shared.factor
     for reg in REGS:
@@ -73,6 +80,8 @@ def search(
             reg=reg,
             bandwidth=BANDWIDTH,
             n_iter=ITERATIONS,
+            agop_samples=None if seed is None else min(len(x), AGOP_POINTS),
+            generator=generator,
             evaluate=accuracy,
             shared=shared,
         )
@@ -152,6 +161,21 @@ def work(payload: tuple[Table, str | None], missing: list[Row]) -> Any:
         yield {**key, **sizes, **best, **figures, "fold_seconds": seconds}
 
 
+def sampled_work(table: Table, missing: list[Row]) -> Any:
+    """Test accuracy and attack success where the AGOP is sampled, for each (alpha, seed)."""
+    warnings.simplefilter("ignore", RuntimeWarning)
+    X, y = torch.from_numpy(table.X).float(), torch.from_numpy(table.y)
+    for key in missing:
+        best, factor = search(table, X, y, key["alpha"], key["seed"])
+        folds = [
+            fold_figures(table, X, y, k, factor, best["reg"], "published")
+            for k in range(len(table.folds))
+        ]
+        means = {name: float(np.mean([f[name] for f in folds])) for name in FIGURES[:4]}
+        chosen = {"reg": best["reg"], "iteration": best["iteration"]}
+        yield {**key, **chosen, "test_acc": 100 * means["test_acc"], "success": success(means)}
+
+
 def predicted_seconds(table: Table) -> float:
     """A rough cost on one core: Cholesky, AGOP, and the attack's kernel evaluations."""
     n = len(table.search[0])
@@ -160,105 +184,6 @@ def predicted_seconds(table: Table) -> float:
     solves = 25 * n**3 / 3 + 4 * fold**3 / 3
     pairs = 20 * n**2 * (2 + d * c / 8) + 4 * 60 * fold * test * (d + c)
     return solves / 4e10 + pairs / 1e9 + 0.05
-
-
-def report(rows: list[Row], published: dict[tuple[str, float], Row], folder: pathlib.Path) -> str:
-    """Markdown of all figures beside the published ones, and a plot."""
-    lines = []
-    for attack in sorted({row["attack"] for row in rows}):
-        for alpha in sorted({row["alpha"] for row in rows}):
-            chosen = [r for r in rows if r["alpha"] == alpha and r["attack"] == attack]
-            if chosen:
-                lines += _section(chosen, published, alpha, attack)
-    _plot(rows, published, folder / "paper_rfam.png")
-    lines += ["", "![accuracy and attack success](paper_rfam.png)", ""]
-    text = "\n".join(lines)
-    (folder / "paper_rfam.md").write_text(text)
-    return text
-
-
-def success(row: Row, name: str = "robust_acc_1.0") -> float:
-    """Attack success rate in percent, as published: (test - robust) / test."""
-    return 100.0 * (row["test_acc"] - row[name]) / row["test_acc"] if row["test_acc"] else math.nan
-
-
-def _section(rows: list[Row], published: dict[tuple[str, float], Row], alpha: float, attack: str):  # type: ignore[no-untyped-def]
-    name = {0.0: "RFAM", 1.0: "RFM"}.get(float(alpha), f"alpha = {alpha}")
-    good = sorted((r for r in rows if not r["error"]), key=lambda r: r["table"])
-    lines = [
-        "",
-        f"## {name} (alpha = {alpha:g}), {attack} attack",
-        "",
-        "Percent; published figures in brackets. Success: (test - robust) / test at eps = 1. Kept: "
-        "robust accuracy where an input that a smaller eps turned stays turned.",
-        "",
-        "| table | n | d | c | reg | it | test | robust .1 | robust 1 | robust 2 | success | "
-        "kept 1 | eff. rank | alignment | zero grad. | s |",
-        "|---|" + "---:|" * 15,
-    ]
-    ours: list[list[float]] = []
-    theirs: list[list[float]] = []
-    for row in good:
-        old = published.get((row["table"], float(alpha)), {})
-        figures = [100 * row["test_acc"], *(100 * row[f"robust_acc_{eps}"] for eps in EPS)]
-        names = ("test_acc", *(f"robust_acc_{eps}" for eps in EPS))
-        figures.append(success(row))
-        if old:
-            ours.append(figures)
-            theirs.append([*(old[n] for n in names), success(old)])
-        cells = [
-            f"{value:.2f}" + (f" ({theirs[-1][i]:.2f})" if old else "")
-            for i, value in enumerate(figures)
-        ]
-        rank = f"{row['effective_rank']:.2f}" + (f" ({old['effective_rank']:.2f})" if old else "")
-        align = f"{row['normal_alignment']:.3f}"
-        align += f" ({old['normal_alignment']:.3f})" if old else ""
-        seconds = row["search_seconds"] + row["fold_seconds"]
-        lines.append(
-            f"| {row['table']} | {row['rows']} | {row['features']} | {row['classes']} | "
-            f"{row['reg']:g} | {row['iteration']} | {' | '.join(cells)} | "
-            f"{100 * row['kept_robust_acc_1.0']:.2f} | {rank} | {align} | "
-            f"{row['zero_gradient_share_1.0']:.3f} | {seconds:.1f} |"
-        )
-    if ours:
-        a, b = np.array(ours).mean(axis=0), np.array(theirs).mean(axis=0)
-        cells = [f"**{x:.2f} ({y:.2f})**" for x, y in zip(a, b, strict=True)]
-        lines.append(f"| **mean of {len(ours)}** |" + " |" * 5 + " " + " | ".join(cells) + " |" * 6)
-    failed = [r for r in rows if r["error"]]
-    if failed:
-        lines += ["", "Left out:", "", *(f"- {r['table']}: {r['error']}" for r in failed)]
-    return lines
-
-
-def _plot(rows: list[Row], published: dict[tuple[str, float], Row], path: pathlib.Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
-    for alpha, colour in ((0.0, "tab:blue"), (1.0, "tab:orange")):
-        pairs = [
-            (row, published[row["table"], alpha])
-            for row in rows
-            if float(row["alpha"]) == alpha
-            and not row["error"]
-            and row["attack"] == "published"
-            and (row["table"], alpha) in published
-        ]
-        name = "RFAM" if alpha == 0.0 else "RFM"
-        for axis, values in (
-            (axes[0], [(old["test_acc"], 100 * row["test_acc"]) for row, old in pairs]),
-            (axes[1], [(success(old), success(row)) for row, old in pairs]),
-        ):
-            if values:
-                axis.scatter(*zip(*values, strict=True), s=14, alpha=0.7, color=colour, label=name)
-    for axis, title in zip(axes, ("test accuracy", "attack success at eps = 1"), strict=True):
-        axis.axline((50, 50), slope=1, color="0.7", linewidth=1)
-        axis.set(title=f"{title} (%)", xlabel="published", ylabel="normalign")
-        if axis.collections:
-            axis.legend()
-    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -273,6 +198,9 @@ def main() -> None:
     parser.add_argument("--tables", nargs="+", help="only these tables")
     parser.add_argument("--max-rows", type=int, help="leave out tables with more rows")
     parser.add_argument("--memory", help='memory for one table, such as "8GB"')
+    parser.add_argument(
+        "--sampled", type=int, default=0, help="seeds of drawn AGOP points where figures differ"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="tables at once, one thread each")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench/results"))
     args = parser.parse_args()
@@ -306,7 +234,21 @@ def main() -> None:
     predicted = sum(task.cost for task in tasks)
     print(f"{len(tasks)} tables, about {predicted / 60:.0f} core minutes predicted", flush=True)
     run_tasks(tasks, work, file, n_jobs=args.jobs, threads=1, description="tables")
-    print(report(file.rows, published, args.out))
+    drawn = ResultFile(
+        args.out / "paper_rfam_sampled.csv", SAMPLED_COLUMNS, SAMPLED_KEYS, fingerprint(settings)
+    )
+    by_name = {table.name: table for table in tables}
+    extra = [
+        Task(
+            [{"table": name, "alpha": alpha, "seed": seed} for seed in range(args.sampled)],
+            by_name[name],
+            predicted_seconds(by_name[name]) * args.sampled,
+        )
+        for name, alpha in differing(file.rows, published)
+        if name in by_name and args.sampled
+    ]
+    run_tasks(extra, sampled_work, drawn, n_jobs=args.jobs, threads=1, description="drawn")
+    print(report(file.rows, drawn.rows, published, args.out))
 
 
 if __name__ == "__main__":
