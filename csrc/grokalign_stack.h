@@ -31,6 +31,13 @@ enum class StackPenalty : int {
   joint        // sqrt(mean over probes of |J^T v|^2) + |f(x) - J x|^2
 };
 
+// A task loss that the step can include, as a mean over the batch.
+enum class StackCriterion : int {
+  none,
+  cross_entropy,  // targets: class indices
+  squared_error   // targets: batch x width[layers] values; the mean is over all of them
+};
+
 // What stays the same from step to step.
 struct StackShape {
   int layers = 0;
@@ -51,21 +58,37 @@ struct StackCall {
   const T* bias[kMaxStackLayers] = {};
   const T* x = nullptr;  // batch x width[0], row stride x_stride
   int64_t x_stride = 0;
-  char* workspace = nullptr;  // workspace(shape, batch, probes, threads) bytes, 64-byte aligned
-  // forward
+  char* workspace = nullptr;  // workspace_*() bytes, 64-byte aligned
   const T* probe = nullptr;  // probes x batch x width[layers], contiguous
   T* logits = nullptr;       // batch x width[layers], contiguous
-  T* penalty = nullptr;      // batch: each sample's penalty, averaged over its probes
+  bool per_sample = false;   // whether penalty and grad_penalty have an entry for each sample
+
+  // forward
+  T* penalty = nullptr;  // averaged over probes and, unless per_sample, over the batch
+
+  // forward with a criterion: total = task + penalty_weight * penalty
+  StackCriterion criterion = StackCriterion::none;
+  const int64_t* target_class = nullptr;
+  const T* target_value = nullptr;
+  int64_t ignore_index = 0;  // samples of this class do not count
+  T task_scale = T(0);       // 1 / the number of terms that count
+  T penalty_weight = T(0);
+  T* task = nullptr;
+  T* total = nullptr;
+
   // backward; null gradients stand for zero, null outputs are not computed
   const T* grad_logits = nullptr;   // batch x width[layers], contiguous
-  const T* grad_penalty = nullptr;  // batch
+  const T* grad_penalty = nullptr;
+  const T* grad_total = nullptr;    // with a criterion, instead of the two above
   T* grad_weight[kMaxStackLayers] = {};
   T* grad_bias[kMaxStackLayers] = {};
 };
 
 struct GrokalignStackTable {
-  int64_t (*workspace_f32)(const StackShape&, int64_t batch, int probes, int threads);
-  int64_t (*workspace_f64)(const StackShape&, int64_t batch, int probes, int threads);
+  int64_t (*workspace_f32)(const StackShape&, int64_t batch, int probes, bool criterion,
+                           int threads);
+  int64_t (*workspace_f64)(const StackShape&, int64_t batch, int probes, bool criterion,
+                           int threads);
   void (*forward_f32)(const StackShape&, const StackCall<float>&);
   void (*forward_f64)(const StackShape&, const StackCall<double>&);
   // After forward with the same workspace, weights and x; may be called again.

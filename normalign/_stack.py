@@ -1,43 +1,24 @@
-"""Recognises stacks of Linear and activation layers, and runs them fused.
-
-A stack is an ``nn.Sequential`` (nested at will), or a module whose forward pass torch.fx traces to
-the same chain. Everything that could make the fused path differ from calling the model (hooks,
-parametrizations, subclasses, dropout in training) leads to the general path, with the reason.
-"""
+"""The fused GrokAlign path for stacks of Linear and activation layers."""
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from normalign import _dispatch, _gpu, _load, _stack_cuda
 from normalign._stack_cuda import GpuStack
-from normalign._stack_native import PENALTIES, FusedStack
-
-_MAX_LAYERS = 32
-# Must agree with the enumeration in csrc/grokalign_stack.h.
-_IDENTITY, _RELU, _LEAKY, _SQUARE, _GELU, _GELU_TANH, _SILU, _TANH, _SIGMOID, _SOFTPLUS = range(10)
-_Activation = tuple[int, float, float]
-
-
-@dataclass(frozen=True)
-class _Chain:
-    """The linear layers of a model in order, and the activation behind each."""
-
-    linears: tuple[nn.Linear, ...]
-    activations: tuple[_Activation, ...]
-    flatten: bool
-    dropouts: tuple[nn.Module, ...]
+from normalign._stack_native import PENALTIES, Criterion, FusedStack, Loss
+from normalign._stack_recognise import IDENTITY, LEAKY, RELU, Chain, recognise
 
 
 class StackPlan:
     """A recognised stack, with what is needed to run it."""
 
-    def __init__(self, chain: _Chain) -> None:
+    def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self._fused: dict[str, FusedStack | GpuStack] = {}
         self.outputs = chain.linears[-1].out_features  # probes are drawn before the forward pass
@@ -54,6 +35,16 @@ class StackPlan:
             return self._on_gpu()(x, probes, penalty, reduction)
         return self._on_cpu(penalty)(x, probes, reduction)
 
+    def loss(self, x: Tensor, probes: Tensor, penalty: str, criterion: Criterion) -> Loss:
+        """``task + weight * penalty`` with the task loss computed by the kernels too.
+
+        Raises:
+            IndexError: a target class is out of range; nothing was computed.
+        """
+        if x.dim() > 2:
+            x = x.flatten(1)
+        return self._on_cpu(penalty).loss(x, probes, criterion)
+
     def _on_cpu(self, penalty: str) -> FusedStack:
         if penalty not in self._fused:
             self._fused[penalty] = FusedStack(self.chain.linears, self.chain.activations, penalty)
@@ -69,225 +60,52 @@ class StackPlan:
         return found
 
 
-def _activation_of(module: nn.Module) -> _Activation | None:
-    kind = type(module)
-    if kind in (nn.ReLU, nn.Identity):
-        return (_RELU if kind is nn.ReLU else _IDENTITY, 0.0, 0.0)
-    if isinstance(module, nn.LeakyReLU) and kind is nn.LeakyReLU:
-        return (_LEAKY, float(module.negative_slope), 0.0)
-    if isinstance(module, nn.GELU) and kind is nn.GELU:
-        return (_GELU if module.approximate == "none" else _GELU_TANH, 0.0, 0.0)
-    if isinstance(module, nn.Softplus) and kind is nn.Softplus:
-        return (_SOFTPLUS, float(module.beta), float(module.threshold))
-    simple = {nn.SiLU: _SILU, nn.Tanh: _TANH, nn.Sigmoid: _SIGMOID}
-    return (simple[kind], 0.0, 0.0) if kind in simple else None
+class _Watch:
+    """One module of a recognised model, with everything that recognition saw of it."""
 
+    __slots__ = ("children", "fields", "hooked", "own", "values")
 
-def _hook_reason(module: nn.Module) -> str | None:
-    """Hooks see or change tensors that the fused path never makes."""
-    if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ):
-        return f"{type(module).__name__} has hooks"
-    return None
+    def __init__(self, module: nn.Module) -> None:
+        self.fields = module.__dict__
+        self.children = tuple(module._modules.values())
+        # A user's forward may branch on any simple attribute; torch's own layers only on these.
+        self.own = not type(module).__module__.startswith("torch.nn")
+        self.hooked = self._hooked()
+        self.values = self._values()
 
-
-class _Builder:
-    """Collects layers in order; ``reason`` is set by the first that does not fit."""
-
-    def __init__(self) -> None:
-        self.linears: list[nn.Linear] = []
-        self.activations: list[_Activation] = []
-        self.pending: _Activation | None = None
-        self.flatten = False
-        self.dropouts: list[nn.Module] = []
-        self.reason: str | None = None
-
-    def module(self, module: nn.Module) -> None:
-        if self.reason is None:
-            self.reason = _hook_reason(module)
-        if self.reason is not None:
-            return
-        kind = type(module)
-        if kind is nn.Linear:
-            self.linear(module)  # type: ignore[arg-type]
-        elif kind is nn.Flatten:
-            assert isinstance(module, nn.Flatten)
-            self.flattening(module.start_dim, module.end_dim)
-        elif kind is nn.Dropout:
-            self.dropouts.append(module)
-        elif kind is nn.Identity:
-            pass
-        else:
-            found = _activation_of(module)
-            if found is None:
-                self.reason = f"{kind.__name__} is not a layer of a fused stack"
-            else:
-                self.activation(found)
-
-    def linear(self, module: nn.Linear) -> None:
-        if self.linears:
-            self.activations.append(self.pending or (_IDENTITY, 0.0, 0.0))
-        elif self.pending is not None:
-            self.reason = "an activation comes before the first Linear"
-        self.pending = None
-        self.linears.append(module)
-
-    def flattening(self, start: int, end: int) -> None:
-        if self.linears:
-            self.reason = "a Flatten comes after the first Linear"
-        elif (start, end) != (1, -1):
-            self.reason = f"Flatten({start}, {end}) is not Flatten(1, -1)"
-        self.flatten = True
-
-    def activation(self, activation: _Activation) -> None:
-        if self.pending is not None:
-            self.reason = "two activations follow each other"
-        self.pending = activation
-
-    def chain(self) -> _Chain | str:
-        if self.reason is not None:
-            return self.reason
-        if not self.linears:
-            return "the model has no Linear layer"
-        if self.pending is not None:
-            return "an activation comes after the last Linear"
-        if len(self.linears) > _MAX_LAYERS:
-            return f"the stack has more than {_MAX_LAYERS} Linear layers"
-        self.activations.append((_IDENTITY, 0.0, 0.0))
-        return _Chain(
-            tuple(self.linears), tuple(self.activations), self.flatten, tuple(self.dropouts)
+    def _hooked(self) -> bool:
+        f = self.fields
+        return bool(
+            f["_forward_hooks"]
+            or f["_forward_pre_hooks"]
+            or f["_backward_hooks"]
+            or f["_backward_pre_hooks"]
+            or "forward" in f
         )
 
+    def _values(self) -> tuple[Any, ...] | None:
+        f = self.fields
+        if self.own:
+            return tuple(v for v in f.values() if type(v) in (bool, int, float, str))
+        if "negative_slope" in f or "approximate" in f or "threshold" in f:
+            return tuple(f.get(k) for k in ("negative_slope", "approximate", "threshold", "beta"))
+        return None
 
-def _walk(model: nn.Sequential, builder: _Builder) -> None:
-    for child in model._modules.values():
-        assert child is not None
-        if type(child) is nn.Sequential:
-            builder.reason = builder.reason or _hook_reason(child)
-            _walk(child, builder)
-        else:
-            builder.module(child)
-
-
-_FUNCTIONS: dict[Any, int] = {
-    torch.relu: _RELU,
-    torch.nn.functional.relu: _RELU,
-    torch.tanh: _TANH,
-    torch.sigmoid: _SIGMOID,
-    torch.square: _SQUARE,
-    torch.nn.functional.silu: _SILU,
-    torch.nn.functional.tanh: _TANH,
-    torch.nn.functional.sigmoid: _SIGMOID,
-    "relu": _RELU,
-    "tanh": _TANH,
-    "sigmoid": _SIGMOID,
-    "square": _SQUARE,
-}
-
-
-def _node_activation(node: fx.Node) -> _Activation | None:
-    target, args, kwargs = node.target, node.args, node.kwargs
-    name = getattr(target, "__name__", target)
-    if name == "gelu" and len(args) == 1 and set(kwargs) <= {"approximate"}:
-        tanh = kwargs.get("approximate", "none") == "tanh"
-        return (_GELU_TANH if tanh else _GELU, 0.0, 0.0)
-    if name == "leaky_relu" and set(kwargs) <= {"negative_slope", "inplace"}:
-        slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01)
-        return (_LEAKY, float(slope), 0.0) if isinstance(slope, float) else None
-    if name == "pow" and len(args) == 2 and args[1] in (2, 2.0) and not kwargs:
-        return (_SQUARE, 0.0, 0.0)
-    if name == "mul" and len(args) == 2 and args[0] is args[1] and not kwargs:
-        return (_SQUARE, 0.0, 0.0)
-    if target in _FUNCTIONS and len(args) == 1 and set(kwargs) <= {"inplace"}:
-        return (_FUNCTIONS[target], 0.0, 0.0)
-    return None
-
-
-class _Tracer(fx.Tracer):
-    """Leaves every module of torch.nn whole; goes into the user's own."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m.__module__.startswith("torch.nn") and type(m) is not nn.Sequential
-
-
-def _trace(model: nn.Module, builder: _Builder) -> None:
-    try:
-        graph = _Tracer().trace(model)
-    except Exception as error:
-        first = str(error).splitlines()[:1] or [""]
-        builder.reason = f"torch.fx cannot trace the model: {first[0][:120]}"
-        return
-    previous: fx.Node | None = None
-    for node in graph.nodes:
-        if builder.reason is not None:
-            return
-        if node.op == "placeholder":
-            if previous is not None and node.args == ():
-                builder.reason = "the model takes more than one input"
-            previous = previous or node
-            continue
-        if node.op == "output":
-            if node.args != (previous,):
-                builder.reason = "the model returns more than the last layer's output"
-            return
-        if any(n is not previous for n in node.all_input_nodes):
-            builder.reason = "the model is not a chain of layers"
-        elif node.op == "call_module":
-            builder.module(model.get_submodule(str(node.target)))
-        elif found := _node_activation(node):
-            builder.activation(found)
-        elif getattr(node.target, "__name__", node.target) == "flatten":
-            values = [*node.args[1:], *node.kwargs.values()]
-            builder.flattening(*[*values, -1][:2] if values else (0, -1))
-        else:
-            builder.reason = f"{node.target} is not a layer of a fused stack"
-        previous = node
-
-
-def _recognise(model: nn.Module) -> _Chain | str:
-    builder = _Builder()
-    for module in model.modules():
-        builder.reason = builder.reason or _hook_reason(module)
-    if builder.reason is None:
-        if type(model) is nn.Sequential:
-            _walk(model, builder)
-        elif type(model) is nn.Linear:
-            builder.module(model)
-        else:
-            _trace(model, builder)
-    return builder.chain()
+    def holds(self) -> bool:
+        return (
+            self._hooked() == self.hooked
+            and tuple(self.fields["_modules"].values()) == self.children
+            and self._values() == self.values
+        )
 
 
 class _Entry:
-    """What was found for one model, with what must not change for it to stay true."""
+    """What was found for one model, and what must not change for it to stay true."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = tuple(model.modules())
-        self.found = _recognise(model)
-        self.plan: StackPlan | None = None
-        self.settings = _settings(self.modules)
-
-    def holds(self, model: nn.Module) -> bool:
-        modules = tuple(model.modules())
-        return modules == self.modules and _settings(modules) == self.settings
-
-
-def _settings(modules: tuple[nn.Module, ...]) -> tuple[Any, ...]:
-    """Everything of the modules that recognition looked at."""
-    return tuple(
-        (
-            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks),
-            len(m._backward_pre_hooks),
-            "forward" in m.__dict__,
-            m.__dict__.get("negative_slope"),
-            m.__dict__.get("approximate"),
-        )
-        for m in modules
-    )
+        self.found = recognise(model)
+        self.watches = [_Watch(m) for m in model.modules()]
+        self.plan = None if isinstance(self.found, str) else StackPlan(self.found)
 
 
 _entries: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictionary()
@@ -295,8 +113,15 @@ _entries: weakref.WeakKeyDictionary[nn.Module, _Entry] = weakref.WeakKeyDictiona
 
 def plan(model: nn.Module, x: Tensor, penalty: str) -> StackPlan | str:
     """The plan for this model and input, or the reason why the general path must serve."""
+    if _gpu.serves(x.device):
+        if reason := _dispatch.gpu_unavailable_reason(x):
+            return reason
+        if penalty not in _stack_cuda.PENALTIES:
+            return f"the {penalty} penalty is not fused on a GPU"
+    elif _load._C is None or x.device.type != "cpu" or x.dtype not in _dispatch.NATIVE_DTYPES:
+        return _dispatch.unavailable_reason(x) or "no native kernel"
     entry = _entries.get(model)
-    if entry is None or not entry.holds(model):
+    if entry is None or not all(watch.holds() for watch in entry.watches):
         entry = _Entry(model)
         _entries[model] = entry
     chain = entry.found
@@ -305,45 +130,40 @@ def plan(model: nn.Module, x: Tensor, penalty: str) -> StackPlan | str:
     reason = _input_reason(chain, x, penalty)
     if reason is not None:
         return reason
-    if entry.plan is None:
-        entry.plan = StackPlan(chain)
+    assert entry.plan is not None
     return entry.plan
 
 
-def _input_reason(chain: _Chain, x: Tensor, penalty: str) -> str | None:
+def _input_reason(chain: Chain, x: Tensor, penalty: str) -> str | None:
     if penalty not in PENALTIES:
         return f"the fused stack has no penalty {penalty!r}"
+    if _has_any_global_hook():
+        return "a global module hook is set"
     if x.requires_grad:
         return "the input requires a gradient"
     if x.dim() != 2 and not (chain.flatten and x.dim() > 2):
         return f"the input has {x.dim()} dimensions"
     if x.shape[0] == 0:
         return "the batch is empty"
-    if _gpu.serves(x.device):
-        if reason := _dispatch.gpu_unavailable_reason(x):
-            return reason
-        if penalty not in _stack_cuda.PENALTIES:
-            return f"the {penalty} penalty is not fused on a GPU"
-    elif _load._C is None or x.device.type != "cpu" or x.dtype not in _dispatch.NATIVE_DTYPES:
-        return _dispatch.unavailable_reason(x)
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
-    if any(m.training and m.p > 0 for m in chain.dropouts):  # type: ignore[operator]
+    if chain.dropouts and any(m.training and m.p > 0 for m in chain.dropouts):  # type: ignore[operator]
         return "Dropout is active"
-    if penalty == "joint":
-        curved = [a for a, _, _ in chain.activations if a not in (_IDENTITY, _RELU, _LEAKY)]
-        if curved:
-            return "the joint penalty's offset is fused for piecewise linear stacks only"
+    if penalty == "joint" and any(
+        a not in (IDENTITY, RELU, LEAKY) for a, _, _ in chain.activations
+    ):
+        return "the joint penalty's offset is fused for piecewise linear stacks only"
     for linear in chain.linears:
-        weight, bias = linear.weight, linear.bias
-        if weight.dtype != x.dtype or weight.device != x.device:
-            return f"a weight is {weight.dtype} on {weight.device}, unlike the input"
-        if type(weight) is not nn.Parameter or not weight.is_contiguous():
-            return "a weight is not a plain contiguous parameter"
-        if bias is not None and type(bias) is not nn.Parameter:
-            return "a bias is not a plain parameter"
-    first = chain.linears[0]
+        for parameter in linear._parameters.values():
+            if parameter is None:
+                continue
+            if type(parameter) is not nn.Parameter or not parameter.is_contiguous():
+                return "a weight is not a plain contiguous parameter"
+            if parameter.dtype is not x.dtype or parameter.device != x.device:
+                where = f"{parameter.dtype} on {parameter.device}"
+                return f"a weight is {where}, unlike the input"
     features = x.shape[1] if x.dim() == 2 else x[0].numel()
-    if features != first.in_features:
-        return f"the input has {features} features, the first Linear takes {first.in_features}"
+    expected = chain.linears[0].in_features
+    if features != expected:
+        return f"the input has {features} features, the first Linear takes {expected}"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,27 @@ from torch import Tensor, nn
 from normalign import _dispatch, _load
 from normalign._first_order import first_order
 
-# Must agree with the enumeration in csrc/grokalign_stack.h.
+# Both must agree with the enumerations in csrc/grokalign_stack.h.
 PENALTIES = {"none": 0, "orthogonal": 1, "jacobian": 2, "joint": 3}
+CRITERIA = {"cross_entropy": 1, "squared_error": 2}
+
+
+class Criterion(NamedTuple):
+    """A task loss that the kernels compute along with the penalty, and the penalty's weight."""
+
+    kind: str  # a key of CRITERIA
+    target: Tensor  # (B,) int64 classes, or (B, c) values
+    ignore_index: int
+    penalty_weight: float
+
+
+class Loss(NamedTuple):
+    """The total, differentiable, and its parts, which are not."""
+
+    total: Tensor
+    logits: Tensor
+    task: Tensor
+    penalty: Tensor
 
 
 class FusedStack:
@@ -26,10 +45,9 @@ class FusedStack:
     ) -> None:
         self.linears = tuple(linears)
         self.widths = [linears[0].in_features, *(m.out_features for m in linears)]
-        has_bias = [m.bias is not None for m in linears]
-        self.native = _load._C.GrokalignStack(
+        self.shape = _load._C.GrokalignStackShape(
             self.widths,
-            has_bias,
+            [m.bias is not None for m in linears],
             [a for a, _, _ in activations],
             [p0 for _, p0, _ in activations],
             [p1 for _, _, p1 in activations],
@@ -38,69 +56,135 @@ class FusedStack:
 
     def __call__(self, x: Tensor, probes: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
         """Logits and penalty; see ``StackPlan.run``."""
-        parameters: list[Tensor | None] = []
-        for m in self.linears:
-            parameters += (m.weight, m.bias)
-        logits, penalty = _Function.apply(self, x, probes, reduction, *parameters)  # type: ignore[no-untyped-call]
+        logits, penalty = _penalty(self, x, probes, reduction, *self._parameters())
         return logits, penalty
 
+    def loss(self, x: Tensor, probes: Tensor, criterion: Criterion) -> Loss:
+        """Task loss and weighted penalty in one; see ``StackPlan.loss``."""
+        logits = x.new_empty(x.shape[0], self.widths[-1])
+        parts = x.new_empty(2)
+        total = _loss(self, x, probes, criterion, logits, parts, *self._parameters())
+        return Loss(total, logits, parts[0], parts[1])
 
-class _Function(torch.autograd.Function):
+    def _parameters(self) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for m in self.linears:
+            found += (m._parameters["weight"], m._parameters["bias"])
+        return found
+
+
+def _step(
+    ctx: Any,
+    stack: FusedStack,
+    x: Tensor,
+    probes: Tensor,
+    logits: Tensor,
+    parameters: tuple[Tensor | None, ...],
+) -> Any:
+    """One step's state in the extension; ``ctx`` keeps alive what it points to."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    probes = probes.contiguous()
+    kind = _load._C.GrokalignStackStep_f32
+    if x.dtype is torch.float64:
+        kind = _load._C.GrokalignStackStep_f64
+    addresses = [0 if p is None else p.data_ptr() for p in parameters]
+    step = kind(
+        stack.shape, x.shape[0], probes.shape[0], _dispatch.threads(),
+        addresses[0::2], addresses[1::2],
+        x.data_ptr(), x.stride(0), probes.data_ptr(), logits.data_ptr(),
+    )  # fmt: skip
+    ctx.step, ctx.keep = step, (probes, logits)
+    # Saved for their version counters: a weight changed in place in between is an error.
+    ctx.save_for_backward(x, *parameters)
+    return step
+
+
+def _workspace(ctx: Any, step: Any) -> int:
+    workspace = torch.empty(step.workspace() + 64, dtype=torch.uint8)
+    ctx.workspace = workspace
+    return workspace.data_ptr()
+
+
+def _backward(
+    ctx: Any, skip: int, grad_logits: int, grad_penalty: int, grad_total: int
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the parameters, behind ``skip`` arguments that have none."""
+    parameters = ctx.saved_tensors[1:]
+    grads = [
+        torch.empty_like(p) if need else None
+        for p, need in zip(parameters, ctx.needs_input_grad[skip:], strict=True)
+    ]
+    addresses = [0 if g is None else g.data_ptr() for g in grads]
+    ctx.step.backward(grad_logits, grad_penalty, grad_total, addresses[0::2], addresses[1::2])
+    return (*(None,) * skip, *grads)
+
+
+class _Penalty(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, stack: FusedStack, x: Tensor, probes: Tensor, reduction: str, *parameters: Tensor
+        ctx: Any,
+        stack: FusedStack,
+        x: Tensor,
+        probes: Tensor,
+        reduction: str,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        probes = probes.contiguous()
-        batch, count = x.shape[0], probes.shape[0]
-        double = x.dtype is torch.float64
-        native, threads = stack.native, _dispatch.threads()
-        size = (native.workspace_f64 if double else native.workspace_f32)(batch, count, threads)
-        workspace = torch.empty(size + 64, dtype=torch.uint8)
-        logits = x.new_empty(batch, stack.widths[-1])
-        penalty = x.new_empty(batch)
-        weights = [p.data_ptr() for p in parameters[0::2]]
-        biases = [0 if p is None else p.data_ptr() for p in parameters[1::2]]
-        call = (
-            batch, count, threads, weights, biases, x.data_ptr(), x.stride(0),
-            workspace.data_ptr() + -workspace.data_ptr() % 64,
-        )  # fmt: skip
-        (native.forward_f64 if double else native.forward_f32)(
-            *call, probes.data_ptr(), logits.data_ptr(), penalty.data_ptr()
-        )
+        per_sample = reduction == "none"
+        logits = x.new_empty(x.shape[0], stack.widths[-1])
+        penalty = x.new_empty(x.shape[0] if per_sample else ())
+        step = _step(ctx, stack, x, probes, logits, parameters)
+        step.forward(_workspace(ctx, step), penalty.data_ptr(), per_sample, 0, 0)
         ctx.set_materialize_grads(False)
-        ctx.stack, ctx.workspace, ctx.call, ctx.reduction = stack, workspace, call, reduction
-        # Saved for their version counters: a weight changed in place in between is an error.
-        ctx.save_for_backward(x, *parameters)
-        return logits, penalty.mean() if reduction == "mean" else penalty
+        return logits, penalty
 
     @staticmethod
     @first_order
     def backward(
         ctx: Any, grad_logits: Tensor | None, grad_penalty: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        x, *parameters = ctx.saved_tensors
-        if grad_logits is None and grad_penalty is None:
-            return (None,) * (4 + len(parameters))
-        needs = ctx.needs_input_grad[4:]
-        grads = [
-            torch.empty_like(p) if p is not None and need else None
-            for p, need in zip(parameters, needs, strict=True)
-        ]
-        addresses = [0 if g is None else g.data_ptr() for g in grads]
-        if grad_logits is not None:
-            grad_logits = grad_logits.contiguous()
-        if grad_penalty is not None:
-            if ctx.reduction == "mean":
-                grad_penalty = (grad_penalty / x.shape[0]).expand(x.shape[0])
-            grad_penalty = grad_penalty.contiguous()
-        native = ctx.stack.native
-        (native.backward_f64 if x.dtype is torch.float64 else native.backward_f32)(
-            *ctx.call,
-            0 if grad_logits is None else grad_logits.data_ptr(),
-            0 if grad_penalty is None else grad_penalty.data_ptr(),
-            addresses[0::2],
-            addresses[1::2],
+        # Held until the kernel is done: a contiguous copy must outlive its address.
+        g = None if grad_logits is None else grad_logits.contiguous()
+        p = None if grad_penalty is None else grad_penalty.contiguous()
+        if g is None and p is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return _backward(
+            ctx, 4, 0 if g is None else g.data_ptr(), 0 if p is None else p.data_ptr(), 0
         )
-        return (None, None, None, None, *grads)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        stack: FusedStack,
+        x: Tensor,
+        probes: Tensor,
+        criterion: Criterion,
+        logits: Tensor,
+        parts: Tensor,
+        *parameters: Tensor | None,
+    ) -> Tensor:
+        target = criterion.target.contiguous()
+        step = _step(ctx, stack, x, probes, logits, parameters)
+        step.criterion(
+            CRITERIA[criterion.kind],
+            target.data_ptr(),
+            criterion.ignore_index,
+            criterion.penalty_weight,
+        )
+        total = x.new_empty(())
+        task = parts.data_ptr()
+        step.forward(
+            _workspace(ctx, step), task + parts.element_size(), False, task, total.data_ptr()
+        )
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, 6, 0, 0, grad_total.data_ptr())
+
+
+_penalty: Any = _Penalty.apply
+_loss: Any = _Loss.apply

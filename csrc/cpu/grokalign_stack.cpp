@@ -18,7 +18,7 @@ struct Step {
   Step(const StackShape& s, const StackCall<T>& c)
       : shape(s),
         call(c),
-        at(s, c.batch, c.probes, c.threads),
+        at(s, c.batch, c.probes, c.criterion != StackCriterion::none, c.threads),
         base(reinterpret_cast<T*>(c.workspace)) {}
 
   // One block of rows.
@@ -262,7 +262,7 @@ struct Step {
         total = __builtin_sqrt(total);
         k.p[at.norm + i] = total;
       }
-      call.penalty[k.first + i] = total;
+      k.p[at.sample_penalty + i] = total;
     }
   }
 
@@ -296,13 +296,14 @@ struct Step {
     for (int64_t i = team.begin(k.rows); i < team.end(k.rows); ++i)
       for (int64_t j = 0; j < c; ++j) {
         const T o = k.p[at.offset + ((j / PW) * k.rows + i) * PW + j % PW];
-        call.penalty[k.first + i] += o * o;
+        k.p[at.sample_penalty + i] += o * o;
       }
   }
 
   void forward_block(Team team, int64_t index) const {
     const Block k = block(index);
     forward_layers(team, k);
+    if (call.criterion != StackCriterion::none) task_loss(team, k);
     if (at.probes == 0) return;
     probe_layers(team, k);
     project(team, k);
@@ -311,12 +312,90 @@ struct Step {
     team.barrier();
   }
 
+  // Each sample's share of the task loss, and its gradient by the logits.
+  void task_loss(Team team, const Block& k) const {
+    const int64_t c = shape.width[shape.layers];
+    for (int64_t i = team.begin(k.rows); i < team.end(k.rows); ++i) {
+      const T* z = call.logits + (k.first + i) * c;
+      T* d = k.p + at.task_adjoint + i * c;
+      T sum = T(0);
+      if (call.criterion == StackCriterion::squared_error) {
+        const T* y = call.target_value + (k.first + i) * c;
+        for (int64_t j = 0; j < c; ++j) {
+          const T error = z[j] - y[j];
+          sum += error * error;
+          d[j] = 2 * call.task_scale * error;
+        }
+        k.p[at.sample_task + i] = sum;
+        continue;
+      }
+      const int64_t y = call.target_class[k.first + i];
+      const bool counts = y != call.ignore_index;
+      T top = z[0];
+      for (int64_t j = 1; j < c; ++j) top = z[j] > top || z[j] != z[j] ? z[j] : top;
+      for (int64_t j = 0; j < c; j += W) {
+        const V e = vexp<T>(load_n(z + j, c - j) - splat(top));
+        store_n(d + j, e, c - j);
+        sum += lane_sum<T>(j + W <= c ? e : first_lanes(e, c - j));
+      }
+      const T scale = counts ? call.task_scale / sum : T(0);
+      for (int64_t j = 0; j < c; ++j) d[j] *= scale;
+      if (counts) d[y] -= call.task_scale;
+      k.p[at.sample_task + i] = counts ? top - z[y] + natural_log(sum) : T(0);
+    }
+  }
+  static V first_lanes(V v, int64_t n) {
+    for (int64_t j = n; j < W; ++j) v[j] = T(0);
+    return v;
+  }
+  static T natural_log(T x) {
+    return sizeof(T) == 4 ? static_cast<T>(__builtin_logf(static_cast<float>(x)))
+                          : static_cast<T>(__builtin_log(static_cast<double>(x)));
+  }
+
+  // In the order of the rows, whatever the number of threads.
+  T over_samples(int64_t what) const {
+    T sum = T(0);
+    for (int64_t b = 0; b < at.blocks; ++b) {
+      const Block k = block(b);
+      T some = T(0);
+      for (int64_t i = 0; i < k.rows; ++i) some += k.p[what + i];
+      sum += some;
+    }
+    return sum;
+  }
+  void results() const {
+    if (at.probes > 0 && call.per_sample) {
+      for (int64_t b = 0; b < at.blocks; ++b) {
+        const Block k = block(b);
+        for (int64_t i = 0; i < k.rows; ++i)
+          call.penalty[k.first + i] = k.p[at.sample_penalty + i];
+      }
+    } else if (at.probes > 0) {
+      *call.penalty = over_samples(at.sample_penalty) / static_cast<T>(at.batch);
+    }
+    if (call.criterion == StackCriterion::none) return;
+    *call.task = over_samples(at.sample_task) * call.task_scale;
+    *call.total = *call.task;
+    if (at.probes > 0) *call.total += call.penalty_weight * *call.penalty;
+  }
+
   // ---- backward
+  bool penalty_counts() const {
+    return at.probes > 0 && (call.grad_penalty != nullptr || call.grad_total != nullptr);
+  }
+  // d loss / d penalty of sample i.
+  T grad_penalty(int64_t i) const {
+    if (call.grad_total)
+      return *call.grad_total * call.penalty_weight / static_cast<T>(at.batch);
+    return call.per_sample ? call.grad_penalty[i]
+                           : *call.grad_penalty / static_cast<T>(at.batch);
+  }
   // d penalty_i / d g = row_scale_i * r.
   void row_scales(const Block& k) const {
     T* scale = k.p + at.row_scale;
     for (int64_t i = 0; i < k.rows; ++i) {
-      scale[i] = call.grad_penalty[k.first + i] / static_cast<T>(at.probes);
+      scale[i] = grad_penalty(k.first + i) / static_cast<T>(at.probes);
       if (shape.penalty != StackPenalty::joint) {
         scale[i] *= T(2);
       } else {
@@ -366,7 +445,15 @@ struct Step {
   void output_adjoints(Team team, const Block& k, bool penalty) const {
     const int64_t c = shape.width[shape.layers], n = panels<T>(c);
     T* delta = back(k, shape.layers, 0);
-    if (call.grad_logits) {
+    if (call.grad_total) {
+      to_panels(team, k, k.p + at.task_adjoint, c, c, delta);
+      const V scale = splat(*call.grad_total);
+      for (int64_t p = team.begin(n); p < team.end(n); ++p)
+        for (int64_t j = 0; j < k.rows * PW; j += W) {
+          T* at_j = delta + p * stride(k) + j;
+          store(at_j, load(at_j) * scale);
+        }
+    } else if (call.grad_logits) {
       to_panels(team, k, call.grad_logits + k.first * c, c, c, delta);
     } else {
       for (int64_t p = team.begin(n); p < team.end(n); ++p)
@@ -378,7 +465,7 @@ struct Step {
       for (int64_t i = 0; i < k.rows; ++i)
         for (int64_t j = 0; j < PW; ++j)
           eta[p * stride(k) + i * PW + j] =
-              2 * call.grad_penalty[k.first + i] * k.p[at.offset + (p * k.rows + i) * PW + j];
+              2 * grad_penalty(k.first + i) * k.p[at.offset + (p * k.rows + i) * PW + j];
   }
 
   // The first layer's s, scaled as its tangents' products were.
@@ -467,10 +554,11 @@ struct Step {
           forward_block(Team{0, 1}, b);
       }
     });
+    results();
   }
 
   void backward() const {
-    const bool penalty = call.grad_penalty != nullptr && at.probes > 0;
+    const bool penalty = penalty_counts();
     together([this, penalty](Team team) {
       const bool own_blocks = at.resident && team.size > 1;
       for (int64_t b = 0; b < at.blocks; ++b) {
@@ -517,8 +605,8 @@ int Step<T>::team_size() {
 }
 
 template <class T>
-int64_t workspace(const StackShape& s, int64_t batch, int probes, int threads) {
-  return Layout<T>(s, batch, probes, threads).total * static_cast<int64_t>(sizeof(T));
+int64_t workspace(const StackShape& s, int64_t batch, int probes, bool criterion, int threads) {
+  return Layout<T>(s, batch, probes, criterion, threads).total * static_cast<int64_t>(sizeof(T));
 }
 template <class T>
 void forward(const StackShape& s, const StackCall<T>& c) {

@@ -48,12 +48,12 @@ struct Layout {
   bool resident, offset_chain;
   int64_t activation[kMaxStackLayers], adjoint[kMaxStackLayers + 1];  // in a block
   int64_t d1[kMaxStackLayers], d2[kMaxStackLayers], kept[kMaxStackLayers];
-  int64_t back_first, offset, row_scale, norm, block_size;  // in a block; its size
+  int64_t back_first, offset, row_scale, norm, sample_penalty, sample_task, task_adjoint, block_size;  // in a block; its size
   int64_t packed_t[kMaxStackLayers], packed_n[kMaxStackLayers];
   int64_t bias[kMaxStackLayers];
   int64_t scratch, scratch_size, first_block, total;  // in elements
 
-  Layout(const StackShape& s, int64_t batch_, int64_t probes_, int threads)
+  Layout(const StackShape& s, int64_t batch_, int64_t probes_, bool criterion, int threads)
       : layers(s.layers), batch(batch_), probes(probes_) {
     constexpr int64_t PW = panel_width<T>();
     int64_t pack = 0;
@@ -104,6 +104,9 @@ struct Layout {
     offset = offset_chain ? take(padded(s.width[layers]) * block_rows) : 0;
     row_scale = take(block_rows);
     norm = take(block_rows);
+    sample_penalty = take(block_rows);
+    sample_task = take(block_rows);
+    task_adjoint = criterion ? take(block_rows * s.width[layers]) : 0;
     block_size = at;
     total = first_block + block_size * blocks;
   }
