@@ -35,6 +35,15 @@ class StackPlan:
             return self._on_gpu()(x, probes, penalty, reduction)
         return self._on_cpu(penalty)(x, probes, reduction)
 
+    def takes(self, criterion: Criterion, x: Tensor) -> bool:
+        """Whether the target has the form that the kernels read; else torch shall judge it."""
+        target = criterion.target
+        if not (x.is_cpu and target.is_cpu) or target.requires_grad:
+            return False
+        if criterion.kind == "cross_entropy":
+            return target.dtype is torch.int64 and target.shape == x.shape[:1]
+        return target.dtype is x.dtype and target.shape == (x.shape[0], self.outputs)
+
     def loss(self, x: Tensor, probes: Tensor, penalty: str, criterion: Criterion) -> Loss:
         """``task + weight * penalty`` with the task loss computed by the kernels too.
 

@@ -14,6 +14,7 @@ from normalign._first_order import first_order
 # Both must agree with the enumerations in csrc/grokalign_stack.h.
 PENALTIES = {"none": 0, "orthogonal": 1, "jacobian": 2, "joint": 3}
 CRITERIA = {"cross_entropy": 1, "squared_error": 2}
+_MOST_SPARE_BYTES = 64 << 20  # larger workspaces are given back to the system
 
 
 class Criterion(NamedTuple):
@@ -30,8 +31,7 @@ class Loss(NamedTuple):
 
     total: Tensor
     logits: Tensor
-    task: Tensor
-    penalty: Tensor
+    parts: Tensor  # (2,): task loss and penalty
 
 
 class FusedStack:
@@ -45,6 +45,7 @@ class FusedStack:
     ) -> None:
         self.linears = tuple(linears)
         self.widths = [linears[0].in_features, *(m.out_features for m in linears)]
+        self.spares: list[Tensor] = []  # workspaces that wait for the next step
         self.shape = _load._C.GrokalignStackShape(
             self.widths,
             [m.bias is not None for m in linears],
@@ -64,7 +65,7 @@ class FusedStack:
         logits = x.new_empty(x.shape[0], self.widths[-1])
         parts = x.new_empty(2)
         total = _loss(self, x, probes, criterion, logits, parts, *self._parameters())
-        return Loss(total, logits, parts[0], parts[1])
+        return Loss(total, logits, parts)
 
     def _parameters(self) -> list[Tensor | None]:
         found: list[Tensor | None] = []
@@ -100,10 +101,30 @@ def _step(
     return step
 
 
-def _workspace(ctx: Any, step: Any) -> int:
-    workspace = torch.empty(step.workspace() + 64, dtype=torch.uint8)
-    ctx.workspace = workspace
-    return workspace.data_ptr()
+class _Workspace:
+    """Memory of one step, which goes back to its stack when the step's graph is gone.
+
+    Fresh memory costs a page fault for every 4 KiB, which is a third of a small step. Two spares
+    are enough: one step's loss is usually alive while the next step runs.
+    """
+
+    __slots__ = ("memory", "spares")
+
+    def __init__(self, size: int, spares: list[Tensor]) -> None:
+        self.spares = spares
+        self.memory = spares.pop() if spares else torch.empty(size, dtype=torch.uint8)
+        if self.memory.shape[0] < size:
+            self.memory = torch.empty(size, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        if len(self.spares) < 2 and self.memory.shape[0] <= _MOST_SPARE_BYTES:
+            self.spares.append(self.memory)
+
+
+def _workspace(ctx: Any, stack: FusedStack, step: Any) -> int:
+    ctx.workspace = _Workspace(step.workspace() + 64, stack.spares)
+    address: int = ctx.workspace.memory.data_ptr()
+    return address
 
 
 def _backward(
@@ -134,7 +155,7 @@ class _Penalty(torch.autograd.Function):
         logits = x.new_empty(x.shape[0], stack.widths[-1])
         penalty = x.new_empty(x.shape[0] if per_sample else ())
         step = _step(ctx, stack, x, probes, logits, parameters)
-        step.forward(_workspace(ctx, step), penalty.data_ptr(), per_sample, 0, 0)
+        step.forward(_workspace(ctx, stack, step), penalty.data_ptr(), per_sample, 0, 0)
         ctx.set_materialize_grads(False)
         return logits, penalty
 
@@ -176,7 +197,7 @@ class _Loss(torch.autograd.Function):
         total = x.new_empty(())
         task = parts.data_ptr()
         step.forward(
-            _workspace(ctx, step), task + parts.element_size(), False, task, total.data_ptr()
+            _workspace(ctx, stack, step), task + parts.element_size(), False, task, total.data_ptr()
         )
         return total
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from normalign import _diagnose, _dispatch, _functional, _general, _inputs, _probes, _stack
 from normalign._probes import ProbeStream
+from normalign._stack_native import Criterion, Loss
 
 Output = Hashable | Callable[[Any], Tensor] | None
 
@@ -104,14 +105,7 @@ def grokalign(
 
     path = _path(model, x, penalty, forward, output, implementation, functional)
     if isinstance(path, _stack.StackPlan):
-        outputs = path.outputs
-        if probe_vectors is not None:
-            v = _inputs.check_probes(probe_vectors, x.shape[0], outputs, x.device).to(x.dtype)
-        elif exact:
-            v = _probes.identity(x.shape[0], outputs, x.dtype, x.device)
-        else:
-            stream = generator.on(x.device) if isinstance(generator, ProbeStream) else generator
-            v = _probes.draw(probes, (num_probes, x.shape[0], outputs), x.dtype, x.device, stream)
+        v = _fused_probes(path, x, num_probes, probes, exact, probe_vectors, generator)
         return path.run(x, v, penalty, reduction)
 
     def make_probes(logits: Tensor) -> Tensor:
@@ -139,6 +133,61 @@ def grokalign(
 
     terms = _general.penalty_terms if path.name == "general" else _general.reference_terms
     return _general.run(model, call, x, make_probes, penalty, reduction, terms)
+
+
+def _fused_probes(
+    plan: _stack.StackPlan,
+    x: Tensor,
+    num_probes: int,
+    probes: str,
+    exact: bool,
+    probe_vectors: Tensor | None,
+    generator: torch.Generator | ProbeStream | None,
+) -> Tensor:
+    """Probes for the fused stack, which knows the number of outputs before it runs."""
+    batch, outputs = x.shape[0], plan.outputs
+    if probe_vectors is not None:
+        return _inputs.check_probes(probe_vectors, batch, outputs, x.device).to(x.dtype)
+    if exact:
+        return _probes.identity(batch, outputs, x.dtype, x.device)
+    stream = generator.on(x.device) if isinstance(generator, ProbeStream) else generator
+    return _probes.draw(probes, (num_probes, batch, outputs), x.dtype, x.device, stream)
+
+
+def fused_loss(
+    model: nn.Module,
+    x: Tensor,
+    criterion: Criterion,
+    *,
+    penalty: str = "orthogonal",
+    num_probes: int = 1,
+    probes: str = "gaussian",
+    exact: bool = False,
+    probe_vectors: Tensor | None = None,
+    generator: torch.Generator | ProbeStream | None = None,
+    implementation: str = "auto",
+    check_finite: bool | None = None,
+) -> Loss | None:
+    """Criterion and weighted penalty by the fused stack; ``None`` where it cannot serve.
+
+    The arguments are those of ``grokalign``, which is to be called where the answer is ``None``: it
+    raises what there is to raise.
+    """
+    if exact and probe_vectors is not None:
+        return None
+    _inputs.check_options(penalty, num_probes, probes, exact, "mean", implementation)
+    _inputs.check_x(x)
+    if implementation not in ("auto", "native") or _functional.needed():
+        return None
+    path = _path(model, x, penalty, None, None, implementation, False)
+    if not isinstance(path, _stack.StackPlan):
+        return None
+    if not path.takes(criterion, x):
+        return None
+    if x.is_cpu if check_finite is None else check_finite:
+        _inputs.check_finite(x)
+    v = _fused_probes(path, x, num_probes, probes, exact, probe_vectors, generator)
+    return path.loss(x, v, penalty, criterion)
 
 
 class Path(NamedTuple):

@@ -10,7 +10,23 @@ from torch import Tensor, nn
 
 from normalign import _inputs
 from normalign._probes import ProbeStream
-from normalign.grokalign import check_names, grokalign
+from normalign._stack_native import Criterion
+from normalign.grokalign import check_names, fused_loss, grokalign
+
+_OWN_FORWARD = {"forward", "output"}
+
+
+def _fusable(criterion: Any) -> str | None:
+    """The kernels' name of a criterion that they can compute with the penalty."""
+    kind = type(criterion)
+    if kind not in (nn.CrossEntropyLoss, nn.MSELoss) or criterion._forward_hooks:
+        return None
+    if criterion._forward_pre_hooks or criterion.reduction != "mean":
+        return None
+    if kind is nn.CrossEntropyLoss:
+        plain = criterion.weight is None and criterion.label_smoothing == 0
+        return "cross_entropy" if plain else None
+    return "squared_error"
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -79,7 +95,20 @@ class GrokAlignLoss(nn.Module):
         self.weight = weight
         self.options = options
         self.stream = ProbeStream(torch.initial_seed() if seed is None else seed)
-        self.last: Parts | None = None
+        self._last: tuple[Any, ...] | None = None
+
+    @property
+    def last(self) -> Parts | None:
+        """The parts of the last loss, detached; ``None`` before the first call."""
+        if self._last is None:
+            return None
+        logits, *parts = self._last
+        if len(parts) == 1:  # the kernels write both into one tensor
+            parts = parts[0].unbind()
+        return Parts(logits, *parts)
+
+    def _keep(self, *last: Tensor | None) -> None:
+        self.__dict__["_last"] = last  # nn.Module's own way to set it costs microseconds
 
     @property
     def weight(self) -> float:
@@ -111,14 +140,27 @@ class GrokAlignLoss(nn.Module):
             result = model(x) if forward is None else forward(model, x)
             logits = _inputs.make_select(options.get("output"))(result)
             task = self._task(logits, y)
-            self.last = Parts(logits.detach(), task.detach(), None)
+            self._keep(logits.detach(), task.detach(), None)
             return task
         generator = options.get("generator", self.stream)
+        criterion = self.criterion
+        kind = _fusable(criterion)
+        if kind is not None and isinstance(y, Tensor) and not _OWN_FORWARD & options.keys():
+            ignored: Any = getattr(criterion, "ignore_index", 0)
+            fused = fused_loss(
+                model,
+                x,
+                Criterion(kind, y, ignored, self._weight),
+                **{**options, "probe_vectors": probe_vectors, "generator": generator},
+            )
+            if fused is not None:
+                self._keep(fused.logits, fused.parts)
+                return fused.total
         logits, penalty = grokalign(
             model, x, **{**options, "probe_vectors": probe_vectors, "generator": generator}
         )
         task = self._task(logits, y)
-        self.last = Parts(logits.detach(), task.detach(), penalty.detach())
+        self._keep(logits.detach(), task.detach(), penalty.detach())
         return task + self._weight * penalty
 
     def _task(self, logits: Tensor, y: Any) -> Tensor:
