@@ -67,8 +67,7 @@ class Step {
   int64_t workspace() const {
     const auto& table = NORMALIGN_SELECT(grokalign_stack);
     return (sizeof(T) == 4 ? table.workspace_f32 : table.workspace_f64)(
-        shape_, call_.batch, call_.probes, call_.criterion != StackCriterion::none,
-        call_.threads);
+        shape_, call_.batch, call_.probes, call_.criterion != StackCriterion::none, call_.threads);
   }
 
   // penalty: one number, or one a sample. task, total: one number each, with a criterion.

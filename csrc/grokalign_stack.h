@@ -59,9 +59,9 @@ struct StackCall {
   const T* x = nullptr;  // batch x width[0], row stride x_stride
   int64_t x_stride = 0;
   char* workspace = nullptr;  // workspace_*() bytes, 64-byte aligned
-  const T* probe = nullptr;  // probes x batch x width[layers], contiguous
-  T* logits = nullptr;       // batch x width[layers], contiguous
-  bool per_sample = false;   // whether penalty and grad_penalty have an entry for each sample
+  const T* probe = nullptr;   // probes x batch x width[layers], contiguous
+  T* logits = nullptr;        // batch x width[layers], contiguous
+  bool per_sample = false;    // whether penalty and grad_penalty have an entry for each sample
 
   // forward
   T* penalty = nullptr;  // averaged over probes and, unless per_sample, over the batch
@@ -77,9 +77,9 @@ struct StackCall {
   T* total = nullptr;
 
   // backward; null gradients stand for zero, null outputs are not computed
-  const T* grad_logits = nullptr;   // batch x width[layers], contiguous
+  const T* grad_logits = nullptr;  // batch x width[layers], contiguous
   const T* grad_penalty = nullptr;
-  const T* grad_total = nullptr;    // with a criterion, instead of the two above
+  const T* grad_total = nullptr;  // with a criterion, instead of the two above
   T* grad_weight[kMaxStackLayers] = {};
   T* grad_bias[kMaxStackLayers] = {};
 };

@@ -132,8 +132,8 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the parameters, behind ``skip`` arguments that have none."""
     parameters = ctx.saved_tensors[1:]
-    grads = [
-        torch.empty_like(p) if need else None
+    grads: list[Any] = [
+        torch.empty_like(p.detach()) if need else None
         for p, need in zip(parameters, ctx.needs_input_grad[skip:], strict=True)
     ]
     addresses = [0 if g is None else g.data_ptr() for g in grads]
@@ -202,7 +202,7 @@ class _Loss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         return _backward(ctx, 6, 0, 0, grad_total.data_ptr())
 

@@ -368,8 +368,7 @@ struct Step {
     if (at.probes > 0 && call.per_sample) {
       for (int64_t b = 0; b < at.blocks; ++b) {
         const Block k = block(b);
-        for (int64_t i = 0; i < k.rows; ++i)
-          call.penalty[k.first + i] = k.p[at.sample_penalty + i];
+        for (int64_t i = 0; i < k.rows; ++i) call.penalty[k.first + i] = k.p[at.sample_penalty + i];
       }
     } else if (at.probes > 0) {
       *call.penalty = over_samples(at.sample_penalty) / static_cast<T>(at.batch);
@@ -386,10 +385,8 @@ struct Step {
   }
   // d loss / d penalty of sample i.
   T grad_penalty(int64_t i) const {
-    if (call.grad_total)
-      return *call.grad_total * call.penalty_weight / static_cast<T>(at.batch);
-    return call.per_sample ? call.grad_penalty[i]
-                           : *call.grad_penalty / static_cast<T>(at.batch);
+    if (call.grad_total) return *call.grad_total * call.penalty_weight / static_cast<T>(at.batch);
+    return call.per_sample ? call.grad_penalty[i] : *call.grad_penalty / static_cast<T>(at.batch);
   }
   // d penalty_i / d g = row_scale_i * r.
   void row_scales(const Block& k) const {

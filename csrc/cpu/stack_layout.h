@@ -48,7 +48,8 @@ struct Layout {
   bool resident, offset_chain;
   int64_t activation[kMaxStackLayers], adjoint[kMaxStackLayers + 1];  // in a block
   int64_t d1[kMaxStackLayers], d2[kMaxStackLayers], kept[kMaxStackLayers];
-  int64_t back_first, offset, row_scale, norm, sample_penalty, sample_task, task_adjoint, block_size;  // in a block; its size
+  int64_t back_first, offset, row_scale, norm, sample_penalty, sample_task, task_adjoint,
+      block_size;  // in a block; its size
   int64_t packed_t[kMaxStackLayers], packed_n[kMaxStackLayers];
   int64_t bias[kMaxStackLayers];
   int64_t scratch, scratch_size, first_block, total;  // in elements
