@@ -299,7 +299,7 @@ def test_images_are_flattened():
 def test_spare_workspaces_are_bounded():
     model, x = stack([6, 20, 3]), torch.randn(4, 6, dtype=torch.float64)
     alive = [run(model, x) for _ in range(6)]
-    fused = _stack.plan(model, x, "orthogonal").fused["orthogonal"]
+    fused = _stack.plan(model, x, "orthogonal")._fused["orthogonal"]
     del alive
     gc.collect()
     assert 1 <= len(fused.spares) <= 2
