@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from normalign import _general, reference
@@ -39,7 +39,8 @@ def run(
     A function that is transformed may not change a tensor that it captures, and BatchNorm changes
     its buffers: it gets copies, which are copied back.
     """
-    buffers = dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
+    # Not isinstance: older compilers cannot tell the type of a local function.
+    buffers = dict(model.named_buffers()) if hasattr(model, "named_buffers") else {}
 
     def logits_of(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x = x.clone()

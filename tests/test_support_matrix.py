@@ -123,9 +123,9 @@ def compiled_step(case):
     settings = {"allow_rnn": True} if case.name == "LSTM" else {}
     buffers = {k: v.clone() for k, v in case.model.named_buffers()}
     with torch._dynamo.config.patch(**settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # from within inductor
+        warnings.simplefilter("ignore")  # from within the compiler
         actual = step()
-    actual.backward()
+        actual.backward()
     torch.testing.assert_close(actual.detach().double(), loss, rtol=1e-5, atol=0)
     assert_close(case.gradients(), expected)
     if buffers:  # BatchNorm is updated once, as by a plain step
