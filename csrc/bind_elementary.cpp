@@ -8,10 +8,15 @@ namespace {
 template <class T>
 void call(const std::string& function, int64_t n, Address x, Address y) {
   check_size("n", n);
-  const bool exp2 = function == "exp2", sqrt = function == "sqrt";
-  if (!exp2 && !sqrt && function != "exp")
-    throw std::invalid_argument("function must be exp, exp2 or sqrt, got " + function);
-  const auto which = exp2 ? Elementary::exp2 : sqrt ? Elementary::sqrt : Elementary::exp;
+  Elementary which = Elementary::exp;
+  if (function == "exp2")
+    which = Elementary::exp2;
+  else if (function == "sqrt")
+    which = Elementary::sqrt;
+  else if (function == "log2")
+    which = Elementary::log2;
+  else if (function != "exp")
+    throw std::invalid_argument("function must be exp, exp2, log2 or sqrt, got " + function);
   const auto& table = NORMALIGN_SELECT(elementary);
   const T* from = pointer<const T>("x", x, n);
   T* to = pointer<T>("y", y, n);

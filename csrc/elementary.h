@@ -4,7 +4,7 @@
 
 namespace normalign {
 
-enum class Elementary { exp = 0, exp2 = 1, sqrt = 2 };
+enum class Elementary { exp = 0, exp2 = 1, sqrt = 2, log2 = 3 };
 
 struct ElementaryTable {
   void (*f32)(Elementary function, int64_t n, const float* x, float* y);

@@ -8,7 +8,9 @@
 namespace normalign {
 void bind_grokalign_stack(py::module_& m);
 void bind_orthogonal_projection(py::module_& m);
+void bind_agop(py::module_& m);
 void bind_elementary(py::module_& m);
+void bind_laplace_gram(py::module_& m);
 }  // namespace normalign
 
 PYBIND11_MODULE(_C, m) {
@@ -34,5 +36,7 @@ PYBIND11_MODULE(_C, m) {
   });
   bind_grokalign_stack(m);
   bind_orthogonal_projection(m);
+  bind_agop(m);
   bind_elementary(m);
+  bind_laplace_gram(m);
 }

@@ -75,3 +75,240 @@ class GrokalignStackStep_f32:
     ) -> None: ...
 
 class GrokalignStackStep_f64(GrokalignStackStep_f32): ...
+
+panel: int
+
+def laplace_pack_f32(
+    n: int, width: int, x: int, ldx: int, scale: float, out: int, threads: int
+) -> None: ...
+def laplace_pack_f64(
+    n: int, width: int, x: int, ldx: int, scale: float, out: int, threads: int
+) -> None: ...
+def laplace_gram_f32(
+    kernel: int,
+    exponent: float,
+    weights: bool,
+    m: int,
+    n: int,
+    width: int,
+    x: int,
+    z: int,
+    out: int,
+    ldo: int,
+    threads: int,
+) -> None: ...
+def laplace_gram_f64(
+    kernel: int,
+    exponent: float,
+    weights: bool,
+    m: int,
+    n: int,
+    width: int,
+    x: int,
+    z: int,
+    out: int,
+    ldo: int,
+    threads: int,
+) -> None: ...
+def laplace_gram_packed_f32(
+    kernel: int,
+    exponent: float,
+    n: int,
+    width: int,
+    x: int,
+    ridge: int,
+    shift: float,
+    packed: int,
+    threads: int,
+) -> None: ...
+def laplace_gram_packed_f64(
+    kernel: int,
+    exponent: float,
+    n: int,
+    width: int,
+    x: int,
+    ridge: int,
+    shift: float,
+    packed: int,
+    threads: int,
+) -> None: ...
+def laplace_matvec_f32(
+    kernel: int,
+    exponent: float,
+    m: int,
+    n: int,
+    c: int,
+    width: int,
+    x: int,
+    z: int,
+    coef: int,
+    ldc: int,
+    out: int,
+    ldo: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def laplace_matvec_f64(
+    kernel: int,
+    exponent: float,
+    m: int,
+    n: int,
+    c: int,
+    width: int,
+    x: int,
+    z: int,
+    coef: int,
+    ldc: int,
+    out: int,
+    ldo: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def laplace_matvec_symmetric_f32(
+    kernel: int,
+    exponent: float,
+    n: int,
+    c: int,
+    width: int,
+    x: int,
+    coef: int,
+    out: int,
+    stride: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def laplace_matvec_symmetric_f64(
+    kernel: int,
+    exponent: float,
+    n: int,
+    c: int,
+    width: int,
+    x: int,
+    coef: int,
+    out: int,
+    stride: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def cholesky_solve_f32(
+    n: int, c: int, packed: int, inverse: int, rhs: int, stride: int
+) -> None: ...
+def cholesky_solve_f64(
+    n: int, c: int, packed: int, inverse: int, rhs: int, stride: int
+) -> None: ...
+def agop_tiles_f32(
+    kernel: int,
+    exponent: float,
+    n: int,
+    c: int,
+    width: int,
+    panels: int,
+    points: int,
+    coef: int,
+    ldc: int,
+    weight: int,
+    values: int,
+    sums: int,
+    block: int,
+    r: int,
+    threads: int,
+) -> None: ...
+def agop_tiles_f64(
+    kernel: int,
+    exponent: float,
+    n: int,
+    c: int,
+    width: int,
+    panels: int,
+    points: int,
+    coef: int,
+    ldc: int,
+    weight: int,
+    values: int,
+    sums: int,
+    block: int,
+    r: int,
+    threads: int,
+) -> None: ...
+def agop_streamed_f32(
+    kernel: int,
+    exponent: float,
+    m: int,
+    n: int,
+    c: int,
+    width: int,
+    x_panels: int,
+    x: int,
+    z_panels: int,
+    z: int,
+    coef: int,
+    ldc: int,
+    weight: int,
+    values: int,
+    sums: int,
+    block: int,
+    r: int,
+    threads: int,
+) -> None: ...
+def agop_streamed_f64(
+    kernel: int,
+    exponent: float,
+    m: int,
+    n: int,
+    c: int,
+    width: int,
+    x_panels: int,
+    x: int,
+    z_panels: int,
+    z: int,
+    coef: int,
+    ldc: int,
+    weight: int,
+    values: int,
+    sums: int,
+    block: int,
+    r: int,
+    threads: int,
+) -> None: ...
+def agop_gram_f32(
+    kernel: int,
+    exponent: float,
+    n: int,
+    c: int,
+    width: int,
+    panels: int,
+    points: int,
+    coef: int,
+    ldc: int,
+    weight: int,
+    w: int,
+    lanes: int,
+    padded_points: int,
+    rows: int,
+    r: int,
+    threads: int,
+) -> None: ...
+def agop_gram_f64(
+    kernel: int,
+    exponent: float,
+    n: int,
+    c: int,
+    width: int,
+    panels: int,
+    points: int,
+    coef: int,
+    ldc: int,
+    weight: int,
+    w: int,
+    lanes: int,
+    padded_points: int,
+    rows: int,
+    r: int,
+    threads: int,
+) -> None: ...
+def cholesky_factor_f32(
+    n: int, packed: int, inverse: int, threads: int
+) -> tuple[int, float, float]: ...
+def cholesky_factor_f64(
+    n: int, packed: int, inverse: int, threads: int
+) -> tuple[int, float, float]: ...

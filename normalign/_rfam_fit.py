@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normalign import _rfam_kernels, reference
+from normalign import _dispatch, _rfam_kernels
 from normalign._rfam_factor import initial_factor, psd_factor, scaled_to_trace
-from normalign._rfam_kernels import kernel_shape
+from normalign._rfam_kernels import Kernel, Points, make_kernel
 from normalign._rfam_machine import Machine, project
-from normalign._rfam_solve import solve_gram
+from normalign._rfam_solve import solve_points
 
 __all__ = [
     "FitResult",
@@ -49,7 +49,7 @@ class FitResult:
 
 @dataclass
 class Prepared:
-    """What the fits of one table share whatever their ``reg``: centre, first factor."""
+    """What the fits of one table share whatever their ``reg``: centre, first factor and points."""
 
     x: Tensor
     x_val: Tensor | None
@@ -57,6 +57,8 @@ class Prepared:
     weight: Tensor | None
     mean: Tensor
     factor: Tensor
+    points: Points
+    val_points: Points | None
 
 
 def prepare(
@@ -78,10 +80,30 @@ def prepare(
         x_val: Points whose decision values ``evaluate`` receives, shape ``(m, d)``.
         sample_weight: How often each point counts, shape ``(n,)``, positive.
     """
-    kernel_shape(kernel, bandwidth)
+    shape = make_kernel(kernel, bandwidth)
     _check_finite("X", x)
     mean, factor = initial_factor(x, alpha, sample_weight)
-    return Prepared(x, x_val, alpha, sample_weight, mean, factor)
+    points = _points(x, mean, factor, shape)
+    val_points = None
+    if x_val is not None:
+        _check_finite("X_val", x_val)
+        val_points = _points(x_val, mean, factor, shape, points.u.dtype)
+    return Prepared(x, x_val, alpha, sample_weight, mean, factor, points, val_points)
+
+
+# Scaled coordinates beyond this lose so many digits in float32 that K does not keep 1e-6.
+_WIDE = 16.0
+
+
+def _points(
+    x: Tensor, mean: Tensor, factor: Tensor, kernel: Kernel, dtype: torch.dtype | None = None
+) -> Points:
+    """The points in factor space, in float64 where float32 would not do for their range."""
+    u = project(x, mean, factor, dtype or x.dtype)
+    wide = dtype is None and u.dtype is torch.float32 and u.numel() > 0
+    if wide and bool(u.abs().max() * kernel.scale > _WIDE):
+        u = project(x, mean, factor, torch.float64)
+    return Points(u, kernel)
 
 
 def _check_finite(name: str, x: Tensor) -> None:
@@ -112,11 +134,32 @@ def solve_machine(
         kernel: ``"laplace"``, ``"gaussian"``, or an exponent.
         sample_weight: How often each point counts, shape ``(n,)``, positive.
     """
-    exponent, length = kernel_shape(kernel, bandwidth)
-    u = project(x, mean, factor, x.dtype)
-    gram = reference.laplace_gram(u, u, None, length, exponent)
-    coef, jitter = solve_gram(gram, y, reg, sample_weight)
-    return Machine(mean, factor, u, coef, bandwidth, kernel, jitter)
+    points = _points(x, mean, factor, make_kernel(kernel, bandwidth))
+    return _machine(
+        points, x, y, mean, factor, reg, bandwidth, kernel, sample_weight, _dispatch.threads()
+    )
+
+
+def _machine(
+    points: Points,
+    x: Tensor,
+    y: Tensor,
+    mean: Tensor,
+    factor: Tensor,
+    reg: float,
+    bandwidth: float,
+    kernel: str | float,
+    weight: Tensor | None,
+    threads: int,
+    refine: bool = True,
+) -> Machine:
+    found = solve_points(
+        points, y.to(points.u.dtype), reg, weight, threads, refine=refine,
+        exact=lambda: Points(project(x, mean, factor, torch.float64), points.kernel),
+    )  # fmt: skip
+    return Machine(
+        mean, factor, found.points.u, found.coef, bandwidth, kernel, found.jitter, found.points
+    )
 
 
 def fit(
@@ -166,40 +209,41 @@ def fit(
     if evaluate is not None and shared.x_val is None:
         msg = "evaluate needs validation points: give x_val"
         raise ValueError(msg)
-    exponent, length = kernel_shape(kernel, bandwidth)
     _check_finite("y", y)
+    threads = threads or _dispatch.threads()
     mean, factor, weight = shared.mean, shared.factor, sample_weight
-    d = x.shape[1]
+    points, val_points = shared.points, shared.val_points
     result: FitResult | None = None
     best: float | None = None
     history: list[dict[str, Any]] = []
     for i in range(n_iter):
         start = time.perf_counter()
-        machine = solve_machine(x, y, mean, factor, reg, bandwidth, kernel, weight)
+        last = i + 1 == n_iter
+        # Without an update to follow, a float32 solution is as good as float32 predictions.
+        machine = _machine(
+            points, x, y, mean, factor, reg, bandwidth, kernel, weight, threads, refine=not last
+        )
         score = None
         if evaluate is not None:
+            assert val_points is not None
             assert shared.x_val is not None
-            score = float(evaluate(machine.decision(shared.x_val)))
+            if val_points.u.dtype is not machine.points.dtype:
+                val_points = _points(
+                    shared.x_val, mean, factor, points.kernel, machine.points.dtype
+                )
+            f = _rfam_kernels.matvec(val_points, machine.packed, machine.dual_coef, threads)
+            score = float(evaluate(f.to(y.dtype)))
         if result is None or score is None or best is None or score > best:
             result, best = FitResult(machine, history, i), score
         change = None
-        if i + 1 < n_iter:  # nobody reads an update after the last solve
-            points, row_weight = machine.points, weight
-            if agop_samples is not None:
-                rows = torch.randint(x.shape[0], (agop_samples,), generator=generator)
-                points = points[rows]
-                row_weight = None if weight is None else weight[rows]
-            r = _rfam_kernels.agop(
-                points, machine.points, machine.dual_coef, length, exponent, row_weight
-            )
-            updated = scaled_to_trace(factor @ psd_factor(r), float(d))
-            if updated.numel():  # an AGOP of 0 (all gradients vanish) leaves M as it is
-                before = factor @ factor.T
-                after = updated @ updated.T
-                change = float((after - before).norm() / after.norm())
+        if not last:  # nobody reads an update after the last solve
+            updated = _update(machine, weight, agop_samples, generator, threads)
+            change = 0.0 if updated is None else _relative_change(factor, updated)
+            if updated is not None:
                 factor = updated
-            else:
-                change = 0.0
+                points = _points(x, mean, factor, points.kernel)
+                if shared.x_val is not None and evaluate is not None:
+                    val_points = _points(shared.x_val, mean, factor, points.kernel, points.u.dtype)
         history.append(
             {
                 "iteration": i,
@@ -213,3 +257,28 @@ def fit(
             break
     assert result is not None
     return result
+
+
+def _update(
+    machine: Machine,
+    weight: Tensor | None,
+    samples: int | None,
+    generator: torch.Generator | None,
+    threads: int,
+) -> Tensor | None:
+    """The next factor; None where all gradients vanish, which leaves M as it is."""
+    points = machine.packed
+    if samples is not None:
+        rows = torch.randint(points.u.shape[0], (samples,), generator=generator)
+        points = Points(points.u[rows], points.kernel)
+        weight = None if weight is None else weight[rows]
+    r = _rfam_kernels.agop(points, machine.packed, machine.dual_coef, threads, weight)
+    updated = scaled_to_trace(machine.factor @ psd_factor(r), float(machine.factor.shape[0]))
+    return updated if updated.shape[1] else None
+
+
+def _relative_change(before: Tensor, after: Tensor) -> float:
+    """``|M' - M| / |M'|`` in the Frobenius norm, from the factors."""
+    cross = (before.T @ after).square().sum()
+    new, old = (after.T @ after).square().sum(), (before.T @ before).square().sum()
+    return float(((new + old - 2 * cross).clamp(min=0) / new).sqrt())

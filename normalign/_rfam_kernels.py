@@ -1,60 +1,321 @@
 """The kernels of RFAM between points in factor space, where distances are Euclidean.
 
-Each function takes the native kernel where there is one and the reference elsewhere. ``kernel`` is
-``"laplace"``, ``"gaussian"`` or the exponent q of ``exp(-(D / L)^q)``.
+Each function takes the native kernel where there is one and the reference elsewhere.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from normalign import reference
+from normalign import _dispatch, _load, reference
+
+AGOP_METHODS = ("auto", "tiles", "streamed", "gram")
+_LOG2_E = math.log2(math.e)
 
 
-def kernel_shape(kernel: str | float, bandwidth: float) -> tuple[float, float]:
-    """The exponent q and the length L of ``exp(-(D / L)^q)``.
+@dataclass(frozen=True)
+class Kernel:
+    """``exp(-(D / length)^exponent)``, and how the native kernels express it.
 
-    ``"gaussian"`` is ``exp(-D^2 / (2 bandwidth^2))``.
+    They scale coordinates by ``scale`` and leave a constant ``weight_scale`` out of the gradient
+    weights ``W``; ``code`` names the form (csrc/laplace_gram.h).
     """
+
+    exponent: float
+    length: float
+
+    @property
+    def code(self) -> int:
+        """0 Laplace, 1 Gaussian, 2 any other exponent."""
+        return {1.0: 0, 2.0: 1}.get(self.exponent, 2)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the coordinates."""
+        return (_LOG2_E, math.sqrt(_LOG2_E), 1.0)[self.code] / self.length
+
+    @property
+    def weight_scale(self) -> float:
+        """Factor between the native W and ``-K'(D) / D``."""
+        return (_LOG2_E, 2.0, self.exponent)[self.code] / self.length**2
+
+
+def make_kernel(kernel: str | float, bandwidth: float) -> Kernel:
+    """Kernel of a public name: ``"gaussian"`` is ``exp(-D^2 / (2 bandwidth^2))``."""
+    if not (bandwidth > 0 and math.isfinite(bandwidth)):
+        msg = f"bandwidth must be positive and finite, got {bandwidth}"
+        raise ValueError(msg)
     if kernel == "laplace":
-        return 1.0, bandwidth
+        return Kernel(1.0, float(bandwidth))
     if kernel == "gaussian":
-        return 2.0, bandwidth * math.sqrt(2.0)
+        return Kernel(2.0, bandwidth * math.sqrt(2.0))
     if isinstance(kernel, str) or not 0 < kernel <= 2:
         msg = f"kernel must be 'laplace', 'gaussian' or an exponent in (0, 2], got {kernel!r}"
         raise ValueError(msg)
-    return float(kernel), bandwidth
+    return Kernel(float(kernel), float(bandwidth))
 
 
-def matvec(u: Tensor, z: Tensor, coef: Tensor, length: float, exponent: float) -> Tensor:
-    """``K(u, z) coef``, shape ``(m, c)``, without storing K beyond a block of rows."""
-    rows = max(1, (1 << 22) // max(1, z.shape[0]))
-    parts = [reference.laplace_matvec(p, z, coef, None, length, exponent) for p in u.split(rows)]
-    return torch.cat(parts) if parts else u.new_zeros(0, coef.shape[1])
+def native(name: str, dtype: torch.dtype) -> Any:
+    """The function of the extension for one dtype."""
+    return getattr(_load._C, name + ("_f32" if dtype is torch.float32 else "_f64"))
 
 
-def gradient(
-    u: Tensor, z: Tensor, coef: Tensor, cotangent: Tensor, length: float, exponent: float
-) -> Tensor:
+@dataclass
+class Points:
+    """Points in factor space ``(n, r)``, and the same in panels once a native kernel wants them."""
+
+    u: Tensor
+    kernel: Kernel
+    _panels: Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.u = self.u.contiguous()
+
+    @property
+    def reason(self) -> str | None:
+        """Why the reference is to be used; None for native."""
+        return _dispatch.reference_reason(self.u)
+
+    def panels(self, threads: int) -> Tensor:
+        """The layout of csrc/cpu/point_panel.h, scaled for the kernel."""
+        if self._panels is None:
+            n, width = self.u.shape
+            self._panels = self.u.new_empty(padded(n) * width)
+            native("laplace_pack", self.u.dtype)(
+                n, width, self.u.data_ptr(), width, self.kernel.scale, self._panels.data_ptr(),
+                threads,
+            )  # fmt: skip
+        return self._panels
+
+
+def padded(n: int) -> int:
+    """Number of points, rounded up to whole panels."""
+    size: int = _load._C.panel
+    return -(-n // size) * size
+
+
+def _row(n: int) -> int:
+    """Row length that is a whole number of vectors on every instruction set."""
+    return -(-n // 16) * 16
+
+
+def gram(x: Points, z: Points, threads: int, *, weights: bool = False) -> Tensor:
+    """``K(x, z)``, or the gradient weights W, shape ``(m, n)``."""
+    kernel = x.kernel
+    if x.reason is not None:
+        f = reference.gradient_weights if weights else reference.laplace_gram
+        return f(x.u, z.u, None, kernel.length, kernel.exponent)
+    m, n, width = x.u.shape[0], z.u.shape[0], x.u.shape[1]
+    out = x.u.new_empty(m, n)
+    native("laplace_gram", x.u.dtype)(
+        kernel.code, kernel.exponent, weights, m, n, width, x.panels(threads).data_ptr(),
+        z.panels(threads).data_ptr(), out.data_ptr(), n, threads,
+    )  # fmt: skip
+    return out.mul_(kernel.weight_scale) if weights else out
+
+
+def matvec(x: Points, z: Points, coef: Tensor, threads: int) -> Tensor:
+    """``K(x, z) coef``, shape ``(m, c)``, without storing K."""
+    kernel = x.kernel
+    m, n, c = x.u.shape[0], z.u.shape[0], coef.shape[1]
+    if x.reason is not None:
+        rows = max(1, (1 << 22) // max(1, n))
+        parts = [
+            reference.laplace_matvec(p, z.u, coef, None, kernel.length, kernel.exponent)
+            for p in x.u.split(rows)
+        ]
+        return torch.cat(parts) if parts else x.u.new_zeros(0, c)
+    coef = coef.contiguous()
+    out = x.u.new_empty(m, c)
+    if out.numel():
+        workspace = x.u.new_empty(threads * _load._C.panel * c)
+        native("laplace_matvec", x.u.dtype)(
+            kernel.code, kernel.exponent, m, n, c, x.u.shape[1], x.panels(threads).data_ptr(),
+            z.panels(threads).data_ptr(), coef.data_ptr(), c, out.data_ptr(), c,
+            workspace.data_ptr(), threads,
+        )  # fmt: skip
+    return out
+
+
+def matvec_symmetric(x: Points, coef: Tensor, threads: int) -> Tensor:
+    """``K(x, x) coef``, shape ``(n, c)``; native only, at half the cost of ``matvec``."""
+    n, c = coef.shape
+    stride, rows = _row(c), padded(n)
+    right = coef.new_zeros(rows, stride)
+    right[:n, :c] = coef
+    out = torch.empty_like(right)
+    workspace = coef.new_empty(threads * (rows * stride + _load._C.panel * c))
+    native("laplace_matvec_symmetric", coef.dtype)(
+        x.kernel.code, x.kernel.exponent, n, c, x.u.shape[1], x.panels(threads).data_ptr(),
+        right.data_ptr(), out.data_ptr(), stride, workspace.data_ptr(), threads,
+    )  # fmt: skip
+    return out[:n, :c]
+
+
+def gradient(x: Points, z: Points, coef: Tensor, cotangent: Tensor, threads: int) -> Tensor:
     """Gradient of ``sum_k cotangent_k f_k`` in ``u``, shape ``(m, r)``."""
-    return reference.input_gradient(u, z, coef, cotangent, None, length, exponent)
+    kernel = x.kernel
+    return reference.input_gradient(x.u, z.u, coef, cotangent, None, kernel.length, kernel.exponent)
 
 
-def jacobian(u: Tensor, z: Tensor, coef: Tensor, length: float, exponent: float) -> Tensor:
+def jacobian(x: Points, z: Points, coef: Tensor, threads: int) -> Tensor:
     """Gradients of all outputs in ``u``, shape ``(m, c, r)``."""
-    return reference.jacobian(u, z, coef, None, length, exponent)
+    return reference.jacobian(x.u, z.u, coef, None, x.kernel.length, x.kernel.exponent)
+
+
+def agop_method(m: int, n: int, c: int, width: int, square: bool) -> str:
+    """The cheapest exact form: tiles where few products are needed, else the Gram form."""
+    if not square:
+        return "streamed"
+    # Multiplications per pair of points: tiles and their products, against the Gram matrix of W
+    # and its contraction with the points. 20 stands for the root and exponential of a tile.
+    tiles = (width + 20) / 2 + c * (width + 1)
+    gram = (width + 20) / 2 + n / 2 + 3 * c / 2 + width / 2
+    return "tiles" if tiles <= gram else "gram"
 
 
 def agop(
-    u: Tensor,
-    z: Tensor,
+    x: Points,
+    z: Points,
     coef: Tensor,
-    length: float,
-    exponent: float,
+    threads: int,
     weight: Tensor | None = None,
+    method: str = "auto",
 ) -> Tensor:
-    """A multiple of the sum over points of ``sum_k g_k g_k^T``, shape ``(r, r)``, float64."""
-    return reference.agop(u, z, coef, None, length, exponent, weight).double()
+    """``sum_i weight_i sum_k g_ik g_ik^T`` over the points ``x``, shape ``(r, r)``, float64."""
+    kernel = x.kernel
+    m, n, c, width = x.u.shape[0], z.u.shape[0], coef.shape[1], x.u.shape[1]
+    if min(m, n, c, width) == 0:
+        return x.u.new_zeros(width, width, dtype=torch.float64)
+    if x.reason is not None:
+        total = m if weight is None else weight.sum()
+        r = reference.agop(x.u, z.u, coef, None, kernel.length, kernel.exponent, weight)
+        return r.double() * total
+    if method == "auto":
+        method = agop_method(m, n, c, width, x is z)
+    if method in ("tiles", "gram") and x is not z:
+        msg = f"method={method!r} needs gradients at the machine's own points; use 'streamed'"
+        raise ValueError(msg)
+    # Coefficients of size 1: products of small ones would leave the range of float32.
+    size = coef.abs().max()
+    if not bool(size > 0):
+        return x.u.new_zeros(width, width, dtype=torch.float64)
+    coef = (coef / size).contiguous()
+    if weight is not None:
+        weight = weight.to(x.u.dtype).contiguous()
+    f = {"tiles": _tiles, "streamed": _streamed, "gram": _gram}[method]
+    return f(x, z, coef, threads, weight) * (float(size) * kernel.weight_scale) ** 2
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _class_groups(n: int, c: int, width: int, copies: int) -> list[tuple[int, int]]:
+    """Ranges of classes, such that the arrays of one range take little beside n^2 / 2."""
+    budget = max(n * n // 2, n * max(width + 1, 128))
+    step = max(1, min(c, budget // (copies * padded(n) * _row(width + 1))))
+    return [(k, min(c, k + step)) for k in range(0, c, step)]
+
+
+def _tiles(x: Points, z: Points, coef: Tensor, threads: int, weight: Tensor | None) -> Tensor:
+    n, width = x.u.shape
+    total = x.u.new_zeros(width, width, dtype=torch.float64)
+    for first, last in _class_groups(n, coef.shape[1], width, threads + 1):
+        c, part = last - first, coef[:, first:last]
+        row = _row(c * (width + 1))
+        values = x.u.new_empty(padded(n), row)
+        sums = x.u.new_empty(threads, padded(n), row)
+        block = x.u.new_empty(threads, _load._C.panel * c + width, _row(width))
+        r = x.u.new_empty(threads, width, width, dtype=torch.float64)
+        native("agop_tiles", x.u.dtype)(
+            x.kernel.code, x.kernel.exponent, n, c, width, x.panels(threads).data_ptr(),
+            x.u.data_ptr(), part.data_ptr(), coef.stride(0), _address(weight), values.data_ptr(),
+            sums.data_ptr(), block.data_ptr(), r.data_ptr(), threads,
+        )  # fmt: skip
+        total += r.sum(0)
+    return total
+
+
+def _streamed(x: Points, z: Points, coef: Tensor, threads: int, weight: Tensor | None) -> Tensor:
+    m, n, width = x.u.shape[0], z.u.shape[0], x.u.shape[1]
+    total = x.u.new_zeros(width, width, dtype=torch.float64)
+    for first, last in _class_groups(n, coef.shape[1], width, 1):
+        c, part = last - first, coef[:, first:last]
+        row = _row(c * (width + 1))
+        values = x.u.new_empty(padded(n), row)
+        sums = x.u.new_empty(threads, _load._C.panel, row)
+        block = x.u.new_empty(threads, _load._C.panel * c + width, _row(width))
+        r = x.u.new_empty(threads, width, width, dtype=torch.float64)
+        native("agop_streamed", x.u.dtype)(
+            x.kernel.code, x.kernel.exponent, m, n, c, width, x.panels(threads).data_ptr(),
+            x.u.data_ptr(), z.panels(threads).data_ptr(), z.u.data_ptr(), part.data_ptr(),
+            coef.stride(0), _address(weight), values.data_ptr(), sums.data_ptr(),
+            block.data_ptr(), r.data_ptr(), threads,
+        )  # fmt: skip
+        total += r.sum(0)
+    return total
+
+
+def _gram(x: Points, z: Points, coef: Tensor, threads: int, weight: Tensor | None) -> Tensor:
+    n, width = x.u.shape
+    c, rows = coef.shape[1], padded(n)
+    w = x.u.new_empty(rows, rows)
+    lanes = x.u.new_empty(2, c, rows)
+    points = x.u.new_empty(rows, _row(width))
+    own = (_load._C.panel + 1) * rows + (_load._C.panel + width) * _row(width)
+    workspace = x.u.new_empty(threads, own)
+    r = x.u.new_empty(threads, width, width, dtype=torch.float64)
+    native("agop_gram", x.u.dtype)(
+        x.kernel.code, x.kernel.exponent, n, c, width, x.panels(threads).data_ptr(),
+        x.u.data_ptr(), coef.data_ptr(), coef.stride(0), _address(weight), w.data_ptr(),
+        lanes.data_ptr(), points.data_ptr(), workspace.data_ptr(), r.data_ptr(), threads,
+    )  # fmt: skip
+    return r[0]
+
+
+@dataclass
+class Factor:
+    """Cholesky factor in panels (csrc/cholesky.h)."""
+
+    n: int
+    packed: Tensor
+    inverse: Tensor
+    least_pivot: float
+
+    @classmethod
+    def of(
+        cls, x: Points, reg: float, jitter: float, weight: Tensor | None, threads: int
+    ) -> Factor | None:
+        """Factors ``K + diag(reg / weight) + jitter I``; None where that fails."""
+        n, width = x.u.shape
+        rows = padded(n)
+        packed = x.u.new_empty(rows * (rows + _load._C.panel) // 2)
+        inverse = x.u.new_empty(rows)
+        ridge = None if weight is None else (reg / weight.double()).to(x.u.dtype).contiguous()
+        shift = jitter if ridge is not None else reg + jitter
+        native("laplace_gram_packed", x.u.dtype)(
+            x.kernel.code, x.kernel.exponent, n, width, x.panels(threads).data_ptr(),
+            _address(ridge), shift, packed.data_ptr(), threads,
+        )  # fmt: skip
+        failed, least, greatest = native("cholesky_factor", x.u.dtype)(
+            n, packed.data_ptr(), inverse.data_ptr(), threads
+        )
+        # A pivot within rounding of the products that it is left over from means nothing.
+        noise = torch.finfo(x.u.dtype).eps * greatest
+        return cls(n, packed, inverse, least) if failed == 0 and least > noise else None
+
+    def solve(self, targets: Tensor) -> Tensor:
+        """``A^-1 targets``, shape ``(n, c)``."""
+        n, c = targets.shape
+        rhs = targets.new_zeros(padded(n), _row(c))
+        rhs[:n, :c] = targets
+        native("cholesky_solve", targets.dtype)(
+            n, c, self.packed.data_ptr(), self.inverse.data_ptr(), rhs.data_ptr(), _row(c)
+        )
+        return rhs[:n, :c].contiguous()

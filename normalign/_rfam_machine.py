@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from normalign import _rfam_kernels
-from normalign._rfam_kernels import kernel_shape
+from normalign import _dispatch, _rfam_kernels
+from normalign._rfam_kernels import Points, make_kernel
 
 
 @dataclass
@@ -18,7 +18,8 @@ class Machine:
     Attributes:
         mean: Centre that is subtracted from every input, shape ``(d,)``.
         factor: ``F``, shape ``(d, r)``, float64.
-        points: Training points in factor space, ``(x - mean) F``, shape ``(n, r)``.
+        points: Training points in factor space, ``(x - mean) F``, shape ``(n, r)``. Their dtype is
+            that of the computation: float64 also for float32 data whose range demands it.
         dual_coef: ``a``, shape ``(n, c)``.
         bandwidth: ``L``.
         kernel: ``"laplace"``, ``"gaussian"``, or the exponent q.
@@ -32,21 +33,30 @@ class Machine:
     bandwidth: float
     kernel: str | float = "laplace"
     jitter: float = 0.0
+    _packed: Points | None = field(default=None, repr=False, compare=False)
 
     @property
     def feature_matrix(self) -> Tensor:
         """``M``, shape ``(d, d)``, float64."""
         return self.factor @ self.factor.T
 
-    def project(self, x: Tensor) -> Tensor:
+    @property
+    def packed(self) -> Points:
+        """The training points as kernels want them; made once."""
+        if self._packed is None:
+            self._packed = Points(self.points, make_kernel(self.kernel, self.bandwidth))
+        return self._packed
+
+    def project(self, x: Tensor) -> Points:
         """``(x - mean) F``, shape ``(m, r)``."""
-        return project(x, self.mean, self.factor, self.points.dtype)
+        u = project(x, self.mean, self.factor, self.points.dtype)
+        return Points(u, self.packed.kernel)
 
     def decision(self, x: Tensor, chunk: int | None = None) -> Tensor:
         """``f(x)``, shape ``(m, c)``; ``chunk`` rows at a time."""
-        exponent, length = kernel_shape(self.kernel, self.bandwidth)
+        threads = _dispatch.threads()
         parts = [
-            _rfam_kernels.matvec(self.project(p), self.points, self.dual_coef, length, exponent)
+            _rfam_kernels.matvec(self.project(p), self.packed, self.dual_coef, threads)
             for p in x.split(chunk or max(1, x.shape[0]))
         ]
         return torch.cat(parts).to(x.dtype)
@@ -56,25 +66,25 @@ class Machine:
 
         A training point at distance 0 contributes 0: there the kernel has no gradient.
         """
-        exponent, length = kernel_shape(self.kernel, self.bandwidth)
         g = _rfam_kernels.gradient(
-            self.project(x), self.points, self.dual_coef,
-            cotangent.to(self.dual_coef.dtype), length, exponent,
+            self.project(x), self.packed, self.dual_coef,
+            cotangent.to(self.dual_coef.dtype), _dispatch.threads(),
         )  # fmt: skip
         return (g @ self.factor.to(g.dtype).T).to(x.dtype)
 
     def jacobian(self, x: Tensor) -> Tensor:
         """Gradients of every output, shape ``(m, c, d)``."""
-        exponent, length = kernel_shape(self.kernel, self.bandwidth)
-        g = _rfam_kernels.jacobian(self.project(x), self.points, self.dual_coef, length, exponent)
+        g = _rfam_kernels.jacobian(
+            self.project(x), self.packed, self.dual_coef, _dispatch.threads()
+        )
         return (g @ self.factor.to(g.dtype).T).to(x.dtype)
 
     def agop(self, x: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         """Mean of ``sum_k g_k g_k^T`` over ``x``, or over the training points: ``(d, d)``."""
-        exponent, length = kernel_shape(self.kernel, self.bandwidth)
-        u = self.points if x is None else self.project(x)
-        r = _rfam_kernels.agop(u, self.points, self.dual_coef, length, exponent, weight)
-        return self.factor @ r @ self.factor.T
+        u = self.packed if x is None else self.project(x)
+        r = _rfam_kernels.agop(u, self.packed, self.dual_coef, _dispatch.threads(), weight)
+        count = u.u.shape[0] if weight is None else float(weight.sum())
+        return self.factor @ (r / count) @ self.factor.T
 
 
 def project(x: Tensor, mean: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ void elementary(Elementary function, int64_t n, const T* x, T* y) {
     const auto v = load_n(x + i, n - i);
     const auto r = function == Elementary::exp    ? vexp<T>(v)
                    : function == Elementary::exp2 ? vexp2<T>(v)
+                   : function == Elementary::log2 ? vlog2<T>(v)
                                                   : vsqrt(v);
     store_n(y + i, r, n - i);
   }

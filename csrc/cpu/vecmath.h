@@ -1,5 +1,5 @@
 // Elementary functions on simd.h's vectors, without fast-math: NaN stays NaN, denormal results are
-// produced, overflow gives infinity, exp(-inf) is 0. Each is within 2 units in the last place.
+// produced, overflow gives infinity, exp(-inf) is 0. Within 2 units in the last place, unless said.
 #pragma once
 #include "simd.h"
 
@@ -150,6 +150,35 @@ NORMALIGN_INLINE V vexp2(V x) {
   const V n = round_even(x);
   const V r = x - n;
   return scale2(1 + r * polynomial<T>(r, C::exp2), n);
+}
+
+// Within 4 units in the last place; -infinity at 0, NaN below.
+template <class T, class V = typename Simd<T>::V>
+NORMALIGN_INLINE V vlog2(V x) {
+  using C = ExpConstants<T>;
+  using I = typename Simd<T>::I;
+  constexpr T smallest = sizeof(T) == 4 ? T(1.17549435e-38) : T(2.2250738585072014e-308);
+  constexpr T lift = T(1ll << (C::mantissa + 1));
+  const V normal = x < smallest ? x * lift : x;
+  const I bits = reinterpret_cast<I>(normal), one = reinterpret_cast<I>(splat(T(1)));
+  // The exponent as a number: its bits behind those of 1.5 * 2^mantissa. x < 0 is dealt with below.
+  V n = reinterpret_cast<V>(((bits >> C::mantissa) - C::bias) +
+                            reinterpret_cast<I>(splat(C::round))) -
+        C::round;
+  V m = reinterpret_cast<V>((bits & (((I{} + 1) << C::mantissa) - 1)) | one);
+  const V upper = m > T(1.4142135623730951) ? splat(T(1)) : V{};
+  m = upper > 0 ? T(0.5) * m : m;
+  n = n + upper - (x < smallest ? splat(T(C::mantissa + 1)) : V{});
+  // log2(m) = 2 / ln(2) * (z + z^3 / 3 + ...) with z = (m - 1) / (m + 1), |z| < 0.172
+  const V z = (m - 1) / (m + 1), square = z * z;
+  V p{};
+  NORMALIGN_UNROLL
+  for (int k = sizeof(T) == 4 ? 4 : 10; k > 0; --k) p = (p + T(1) / T(2 * k + 1)) * square;
+  const V half = z * T(2 * 1.4426950408889634);
+  V r = n + (half + half * p);
+  r = x == 0 ? splat(-T(__builtin_inf())) : r;
+  r = x < 0 ? splat(T(__builtin_nan(""))) : r;
+  return x < splat(T(__builtin_inf())) ? r : x;  // infinity and NaN
 }
 
 }  // namespace

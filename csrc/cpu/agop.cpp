@@ -1,0 +1,293 @@
+#include "agop.h"
+
+#include "point_panel.h"
+#include "threads.h"
+
+namespace normalign {
+namespace {
+
+// Rows are rounded up to 16 elements, whole vectors of every instruction set and type.
+NORMALIGN_INLINE int64_t row_length(int64_t n) {
+  return (n + 15) / 16 * 16;
+}
+
+// values[j] = (a_jk, a_jk z_j) for every class k: what W is multiplied with.
+template <class T>
+void fill_values(int64_t n, int64_t c, int64_t width, const T* points, const T* coef, int64_t ldc,
+                 T* values) {
+  const int64_t ldq = row_length(c * (width + 1));
+  for (int64_t j = 0; j < panels_of(n) * P; ++j) {
+    T* v = values + j * ldq;
+    int64_t at = 0;
+    for (int64_t k = 0; j < n && k < c; ++k) {
+      const T a = coef[j * ldc + k];
+      v[at++] = a;
+      for (int64_t t = 0; t < width; ++t) v[at++] = a * points[j * width + t];
+    }
+    while (at < ldq) v[at++] = T(0);
+  }
+}
+
+// Adds the outer products of one panel's gradients to r: sums hold (s, sum_j W a z) per class, and
+// h = s x - sum_j W a z. h is scaled to 1 first, since squares of small gradients would vanish.
+template <class T>
+void add_outer_products(int64_t rows, int64_t c, int64_t width, const T* points, const T* weight,
+                        const T* sums, T* block, double* r) {
+  const int64_t ldq = row_length(c * (width + 1)), ldr = row_length(width);
+  T* h = block;
+  T* product = block + P * c * ldr;
+  T largest = T(0);
+  for (int64_t i = 0; i < rows; ++i) {
+    const T root = !weight          ? T(1)
+                   : sizeof(T) == 4 ? T(__builtin_sqrtf(weight[i]))
+                                    : T(__builtin_sqrt(weight[i]));
+    for (int64_t k = 0; k < c; ++k) {
+      const T* u = sums + i * ldq + k * (width + 1);
+      T* at = h + (i * c + k) * ldr;
+      const T s = u[0];
+      for (int64_t t = 0; t < width; ++t) {
+        at[t] = root * (s * points[i * width + t] - u[1 + t]);
+        const T size = at[t] < 0 ? -at[t] : at[t];
+        largest = size > largest ? size : largest;
+      }
+      for (int64_t t = width; t < ldr; ++t) at[t] = T(0);
+    }
+  }
+  if (!(largest > T(0))) return;
+  const T scale = T(1) / largest;
+  if (!(scale < (sizeof(T) == 4 ? T(1e38) : T(1e300)))) return;  // denormal
+  for (int64_t e = 0; e < rows * c * ldr; ++e) h[e] *= scale;
+  multiply<T, Store::set>(width, width, rows * c, h, 1, ldr, h, ldr, product, ldr);
+  const double back = double(largest) * double(largest);
+  for (int64_t a = 0; a < width; ++a)
+    for (int64_t b = 0; b < width; ++b) r[a * width + b] += back * double(product[a * ldr + b]);
+}
+
+template <class T>
+void clear(T* p, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) p[i] = T(0);
+}
+
+template <class T>
+void tiles(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T* panels,
+           const T* points, const T* coef, int64_t ldc, const T* weight, T* values, T* sums,
+           T* block, double* r, int threads) {
+  const int64_t count = panels_of(n), q = c * (width + 1), ldq = row_length(q);
+  const int64_t size = count * P * ldq;
+  const int64_t block_size = (P * c + width) * row_length(width);
+  clear(r, threads * width * width);
+  fill_values(n, c, width, points, coef, ldc, values);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    const int thread = thread_index();
+    alignas(64) T w[P * P];
+    T* own = sums + thread * size;
+    clear(own, size);
+#pragma omp for schedule(dynamic)
+    for (int64_t reversed = 0; reversed < count; ++reversed) {
+      const int64_t i = count - 1 - reversed;
+      for (int64_t j = 0; j <= i; ++j) {
+        pair_tile<T>(static_cast<Kernel>(kernel), width, panels + i * width * P,
+                     panels + j * width * P, P, exponent, nullptr, w);
+        multiply<T, Store::add>(P, q, P, w, P, 1, values + i * P * ldq, ldq, own + j * P * ldq,
+                                ldq);
+        if (i != j)
+          multiply<T, Store::add>(P, q, P, w, 1, P, values + j * P * ldq, ldq, own + i * P * ldq,
+                                  ldq);
+      }
+    }
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < count; ++i) {
+      T* total = sums + i * P * ldq;
+      for (int other = 1; other < threads; ++other)
+        for (int64_t e = 0; e < P * ldq; ++e) total[e] += sums[other * size + i * P * ldq + e];
+      add_outer_products(least(P, n - i * P), c, width, points + i * P * width,
+                         weight ? weight + i * P : nullptr, total, block + thread * block_size,
+                         r + thread * width * width);
+    }
+  }
+}
+
+template <class T>
+void streamed(int kernel, T exponent, int64_t m, int64_t n, int64_t c, int64_t width,
+              const T* x_panels, const T* x, const T* z_panels, const T* z, const T* coef,
+              int64_t ldc, const T* weight, T* values, T* sums, T* block, double* r, int threads) {
+  const int64_t q = c * (width + 1), ldq = row_length(q);
+  const int64_t block_size = (P * c + width) * row_length(width);
+  clear(r, threads * width * width);
+  fill_values(n, c, width, z, coef, ldc, values);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    const int thread = thread_index();
+    alignas(64) T w[P * P];
+    T* own = sums + thread * P * ldq;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < panels_of(m); ++i) {
+      clear(own, P * ldq);
+      for (int64_t j = 0; j < panels_of(n); ++j) {
+        pair_tile<T>(static_cast<Kernel>(kernel), width, x_panels + i * width * P,
+                     z_panels + j * width * P, P, exponent, nullptr, w);
+        multiply<T, Store::add>(P, q, P, w, 1, P, values + j * P * ldq, ldq, own, ldq);
+      }
+      add_outer_products(least(P, m - i * P), c, width, x + i * P * width,
+                         weight ? weight + i * P : nullptr, own, block + thread * block_size,
+                         r + thread * width * width);
+    }
+  }
+}
+
+// --- the Gram form
+//
+// Off the diagonal B_ij = (W diag(v) W)_ij (a_i . a_j) - W_ij (v_i s_i . a_j + a_i . v_j s_j) with
+// v the weights and s = W a. Gradients do not move with the origin, so rows of B sum to 0, which
+// gives its diagonal, and R = sum over pairs of -B_ij (x_i - x_j)(x_i - x_j)^T / 2.
+
+// Full rows of W for every panel: w + i * 48 * rows is [j][lane].
+template <class T>
+void fill_weights(int kernel, T exponent, int64_t n, int64_t width, const T* panels, T* w,
+                  int threads) {
+  const int64_t count = panels_of(n), rows = count * P;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+  for (int64_t reversed = 0; reversed < count; ++reversed) {
+    const int64_t i = count - 1 - reversed;
+    for (int64_t j = 0; j <= i; ++j) {
+      T* tile = w + (i * rows + j * P) * P;
+      pair_tile<T>(static_cast<Kernel>(kernel), width, panels + i * width * P,
+                   panels + j * width * P, P, exponent, nullptr, tile);
+      for (int64_t a = 0; a < P; ++a)  // points that only fill a panel have no part
+        for (int64_t b = 0; b < P; ++b)
+          if (j * P + a >= n || i * P + b >= n) tile[a * P + b] = T(0);
+      if (i == j) continue;
+      T* mirror = w + (j * rows + i * P) * P;
+      for (int64_t a = 0; a < P; ++a)
+        for (int64_t b = 0; b < P; ++b) mirror[a * P + b] = tile[b * P + a];
+    }
+  }
+}
+
+// What each thread of the Gram form works in.
+template <class T>
+struct GramRows {
+  T *b, *row_sums, *y, *product;
+  static int64_t size(int64_t rows, int64_t width) {
+    return P * rows + rows + (P + width) * row_length(width);
+  }
+  GramRows(T* p, int64_t rows, int64_t width)
+      : b(p), row_sums(b + P * rows), y(row_sums + rows), product(y + P * row_length(width)) {}
+};
+
+// Rows of B for one panel, columns up to its own: b[j][lane]; their sums go to row_sums.
+template <class T>
+void fill_b(int64_t i, int64_t rows, int64_t c, const T* w, const T* lanes, const T* weight,
+            int64_t n, GramRows<T>& own) {
+  constexpr int64_t depth = 192;
+  const T *a = lanes, *s = lanes + rows * c;  // [panel][c][lane]
+  T* scaled = own.b;
+  clear(scaled, (i + 1) * P * P);
+  alignas(64) T chunk[depth * P];
+  for (int64_t from = 0; from < rows; from += depth) {
+    const int64_t count = least(depth, rows - from);
+    const T* mine = w + (i * rows + from) * P;
+    if (weight) {
+      for (int64_t k = 0; k < count; ++k)
+        for (int64_t l = 0; l < P; ++l)
+          chunk[k * P + l] = mine[k * P + l] * (from + k < n ? weight[from + k] : T(0));
+      mine = chunk;
+    }
+    for (int64_t j = 0; j <= i; ++j)
+      multiply<T, Store::add>(P, P, count, w + (j * rows + from) * P, 1, P, mine, P,
+                              scaled + j * P * P, P);
+  }
+  for (int64_t j = 0; j <= i; ++j) {
+    alignas(64) T inner[P * P], mixed[P * P];
+    const T *ai = a + i * c * P, *aj = a + j * c * P, *si = s + i * c * P, *sj = s + j * c * P;
+    multiply<T, Store::set>(P, P, c, aj, 1, P, ai, P, inner, P);
+    multiply<T, Store::set>(P, P, c, sj, 1, P, ai, P, mixed, P);
+    multiply<T, Store::add>(P, P, c, aj, 1, P, si, P, mixed, P);
+    T* b = scaled + j * P * P;
+    const T* tile = w + (i * rows + j * P) * P;
+    for (int64_t x = 0; x < P; ++x) {
+      T sum = T(0);
+      for (int64_t l = 0; l < P; ++l) {
+        T value = b[x * P + l] * inner[x * P + l] - tile[x * P + l] * mixed[x * P + l];
+        value = i == j && x == l ? T(0) : value;
+        b[x * P + l] = value;
+        sum += value;
+      }
+      if (i != j) {
+        own.row_sums[j * P + x] += sum;
+        for (int64_t l = 0; l < P; ++l) own.row_sums[i * P + l] += b[x * P + l];
+      } else {
+        own.row_sums[i * P + x] += sum;
+      }
+    }
+  }
+}
+
+template <class T>
+void gram(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T* panels,
+          const T* points, const T* coef, int64_t ldc, const T* weight, T* w, T* lanes,
+          T* padded_points, T* workspace, double* r, int threads) {
+  const int64_t count = panels_of(n), rows = count * P, ldr = row_length(width);
+  clear(r, threads * width * width);
+  clear(padded_points, rows * ldr);
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t t = 0; t < width; ++t) padded_points[i * ldr + t] = points[i * width + t];
+  fill_weights(kernel, exponent, n, width, panels, w, threads);
+  for (int64_t i = 0; i < count; ++i) {
+    T *a = lanes + i * c * P, *s = lanes + rows * c + i * c * P;
+    for (int64_t k = 0; k < c; ++k)
+      for (int64_t l = 0; l < P; ++l)
+        a[k * P + l] = i * P + l < n ? coef[(i * P + l) * ldc + k] : T(0);
+    multiply<T, Store::set>(c, P, n, coef, 1, ldc, w + i * rows * P, P, s, P);
+    for (int64_t k = 0; weight && k < c; ++k)
+      for (int64_t l = 0; l < P; ++l) s[k * P + l] *= i * P + l < n ? weight[i * P + l] : T(0);
+  }
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    const int thread = thread_index();
+    GramRows<T> own(workspace + thread * GramRows<T>::size(rows, width), rows, width);
+    double* mine = r + thread * width * width;
+    clear(own.row_sums, rows);
+    const auto add_product = [&](const T* x) {  // P in R = P + P^T
+      multiply<T, Store::set>(width, width, P, x, 1, ldr, own.y, ldr, own.product, ldr);
+      for (int64_t a = 0; a < width; ++a)
+        for (int64_t b = 0; b < width; ++b) mine[a * width + b] += double(own.product[a * ldr + b]);
+    };
+#pragma omp for schedule(dynamic)
+    for (int64_t reversed = 0; reversed < count; ++reversed) {
+      const int64_t i = count - 1 - reversed;
+      fill_b(i, rows, c, w, lanes, weight, n, own);
+      T* diagonal = own.b + i * P * P;
+      for (int64_t e = 0; e < P * P; ++e) diagonal[e] *= T(0.5);
+      multiply<T, Store::set>(P, width, (i + 1) * P, own.b, 1, P, padded_points, ldr, own.y, ldr);
+      add_product(padded_points + i * P * ldr);
+    }
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t l = 0; l < P; ++l) {
+        T sum = T(0);
+        for (int other = 0; other < threads; ++other)
+          sum += (workspace + other * GramRows<T>::size(rows, width) + P * rows)[i * P + l];
+        for (int64_t t = 0; t < ldr; ++t)
+          own.y[l * ldr + t] = T(-0.5) * sum * padded_points[(i * P + l) * ldr + t];
+      }
+      add_product(padded_points + i * P * ldr);
+    }
+  }
+  for (int64_t a = 0; a < width; ++a)
+    for (int64_t b = 0; b <= a; ++b) {
+      double sum = 0;
+      for (int t = 0; t < threads; ++t)
+        sum += r[(t * width + a) * width + b] + r[(t * width + b) * width + a];
+      for (int t = 0; t < threads; ++t)
+        r[(t * width + a) * width + b] = r[(t * width + b) * width + a] = t == 0 ? sum : 0;
+    }
+}
+
+}  // namespace
+
+extern const AgopTable NORMALIGN_VARIANT(agop) = {{tiles<float>, streamed<float>, gram<float>},
+                                                  {tiles<double>, streamed<double>, gram<double>}};
+
+}  // namespace normalign
