@@ -7,6 +7,12 @@ import torch
 from normalign import _rfam_fit
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small arrays: more threads only wait for each other."""
+    torch.set_num_threads(1)
+
+
 def _definition(x, y, *, alpha=0.0, reg=1e-3, bandwidth=10.0, n_iter=5):
     """RFAM as the paper writes it, in numpy float64: M explicit, no centring, no factors."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)

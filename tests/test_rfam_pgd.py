@@ -7,6 +7,12 @@ from normalign._rfam_fit import fit
 from normalign._rfam_pgd import attack_loss, pgd
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small arrays: more threads only wait for each other."""
+    torch.set_num_threads(1)
+
+
 def _machine(n=60, d=5, c=3, dtype=torch.float64, **settings):
     x = torch.randn(n, d, dtype=dtype)
     y = torch.nn.functional.one_hot((x[:, :c]).argmax(1), c).to(dtype)
