@@ -14,7 +14,7 @@ test: $(VENV)/installed
 	$(BIN)/pytest
 
 paper: $(VENV)/installed
-	$(BIN)/python bench/paper_grokking.py --set reduced --jobs 2 --minutes 30
+	$(BIN)/python bench/paper_grokking.py --set reduced --jobs 2 --minutes 30 --runs build/paper_runs.jsonl
 
 # Sources newer than the last install lead to a new one: a test never runs against an old build.
 $(VENV)/installed: pyproject.toml CMakeLists.txt constraints.txt $(shell find csrc normalign -type f -not -name '*.so' -not -name '*.pyc')

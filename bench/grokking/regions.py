@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import normalign
-from grokking.methods import make_optimizer, make_step
+from grokking.methods import METHODS, make_optimizer, make_step
 from grokking.tasks import TASKS
 
 
@@ -83,7 +83,7 @@ def draw(task_name: str, method: str, seed: int, path: pathlib.Path, size: int =
         extent = (-reach, reach, -reach, reach)
         axis.imshow(classes, cmap="Pastel1", vmin=0, vmax=8.99, origin="lower", extent=extent)
         shade = np.ma.masked_where(~edges, edges)
-        axis.imshow(shade, cmap="gray_r", vmin=0, vmax=1.6, origin="lower", extent=extent)
+        axis.imshow(shade, cmap="gray_r", vmin=0, vmax=2.6, origin="lower", extent=extent)
         cosines = normalign.centroid_alignment(model, chosen)
         centroids = normalign.centroid(model, chosen)
         # Directions matter: each centroid is drawn at the length of its point.
@@ -100,8 +100,9 @@ def draw(task_name: str, method: str, seed: int, path: pathlib.Path, size: int =
         )
         axis.set(xlim=(-reach, reach), ylim=(-reach, reach), xticks=[], yticks=[])
     figure.suptitle(
-        f"{TASKS[task_name].title}, {method}: circles are training points, stars their centroids"
+        f"{TASKS[task_name].title}, {METHODS[method].title}: circles are training points, "
+        "stars their centroids at the points' length, projected onto the plane"
     )
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=70)
     plt.close(figure)

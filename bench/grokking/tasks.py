@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -126,6 +127,29 @@ def xor_full(samples: int = 400, p: int = 40_000, width: int = 2048) -> Setup:
     return Setup(model, x, y, x_test, y_test, disturb)
 
 
+@functools.lru_cache(maxsize=1)
+def _xor_span(seed: int, *size: int) -> tuple[Tensor, ...]:
+    """First and last weights, points, labels and noise of the reduced task, all of one seed."""
+    torch.manual_seed(seed)
+    full = xor_full(*size)
+    first = full.model[0].weight.detach()
+    rows = torch.cat([first, full.x])
+    gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    cross = torch.zeros(len(rows), len(full.x_test), dtype=torch.float64)
+    for part, test in zip(rows.split(4000, 1), full.x_test.split(4000, 1), strict=True):
+        gram += (part @ part.T).double()
+        cross += (part @ test.T).double()
+    lower = torch.linalg.cholesky(gram)
+    x_test = torch.linalg.solve_triangular(lower, cross, upper=False).T
+    # Noise on all but the two signal features has covariance I - U U^T here, U = Q[:, :2].
+    signal = torch.linalg.solve_triangular(lower, rows[:, :2].double(), upper=False)
+    u, s, _ = torch.linalg.svd(signal, full_matrices=False)
+    shrink = (u * (1 - (1 - s.square()).clamp(min=0).sqrt())) @ u.T
+    first, x = lower.float().split([len(first), len(full.x)])
+    last = full.model[2].weight.detach()
+    return first, last, x, full.y, x_test.float(), full.y_test, shrink.float()
+
+
 def xor(samples: int = 400, p: int = 40_000, width: int = 2048) -> Setup:
     """The same in an orthonormal basis of all that training can reach: 16 times cheaper.
 
@@ -134,30 +158,19 @@ def xor(samples: int = 400, p: int = 40_000, width: int = 2048) -> Setup:
     with R = [W; X] = L Q, Q's rows orthonormal, training on the rows of L follows the same path;
     a test point t becomes Q t. Exact but for rounding, and tested.
     """
-    full = xor_full(samples, p, width)
-    rows = torch.cat([full.model[0].weight.detach(), full.x])
-    gram = torch.zeros(len(rows), len(rows), dtype=torch.float64)
-    cross = torch.zeros(len(rows), len(full.x_test), dtype=torch.float64)
-    for part, test in zip(rows.split(4000, 1), full.x_test.split(4000, 1), strict=True):
-        gram += (part @ part.T).double()
-        cross += (part @ test.T).double()
-    lower = torch.linalg.cholesky(gram)
-    model = mlp((len(rows), width, 1), nn.ReLU, bias=False)
+    seed = torch.initial_seed()
+    first, last, x, y, x_test, y_test, shrink = _xor_span(seed, samples, p, width)
+    torch.manual_seed(seed)  # what follows does not depend on whether the span was in the cache
+    model = mlp((len(first) + len(x), width, 1), nn.ReLU, bias=False)
     with torch.no_grad():
-        model[0].weight.copy_(lower[:width])
-        model[2].weight.copy_(full.model[2].weight)
-    x_test = torch.linalg.solve_triangular(lower, cross, upper=False).T
-    # Noise on all but the two signal features has covariance I - U U^T here, U = Q[:, :2].
-    signal = torch.linalg.solve_triangular(lower, rows[:, :2].double(), upper=False)
-    u, s, _ = torch.linalg.svd(signal, full_matrices=False)
-    shrink = (u * (1 - (1 - s.square()).clamp(min=0).sqrt())) @ u.T
+        model[0].weight.copy_(first)
+        model[2].weight.copy_(last)
 
     def disturb(t: Tensor) -> Tensor:
         noise = torch.randn_like(t)
-        return t + 0.2 * (noise - noise @ shrink.to(t.dtype))
+        return t + 0.2 * (noise - noise @ shrink)
 
-    x = lower[width:].float()
-    return Setup(model, x, full.y, x_test.float(), full.y_test, disturb)
+    return Setup(model, x, y, x_test, y_test, disturb)
 
 
 class Attention(nn.Module):
@@ -211,10 +224,10 @@ _XOR = Task(
 )  # fmt: skip
 TASKS = {
     "parity": Task(
-        "Sparse parity", parity, 20_000, 99, 90, 1e-2, 0.1, _weights(0.1, 1.0), (0.1, 0.1)
+        "Sparse parity", parity, 20_000, 99, 90, 1e-2, 0.1, _weights(0.1, 1.0), (0.3, 0.0)
     ),
     "modadd": Task(
-        "Modular addition", modular_addition, 1000, 99, 99, 1e-3, 1.0, _weights(0.01, 0.01),
+        "Modular addition", modular_addition, 1000, 99, 99, 1e-3, 1.0, _weights(0.01, 1e-4),
         (0.1, 0.01), batch=32,
     ),
     "xor": _XOR,
