@@ -23,7 +23,7 @@ from grokking.tasks import TASKS, Setup
 
 Row = dict[str, Any]
 BEAT = "{} epoch {} train {:.0f} test {:.0f}"
-TRACED_POINTS = 64  # training points whose Jacobians a traced run measures
+TRACED_POINTS = 16  # training points whose Jacobians a traced run measures
 
 
 @dataclasses.dataclass(frozen=True)
