@@ -35,12 +35,13 @@ def curves(rows: Sequence[Row], path: pathlib.Path) -> None:
     """Accuracy, penalty and geometry of each method's traced run; dots mark the grok."""
     figure, axes = plt.subplots(1, len(PANELS), figsize=(19, 3.8), layout="constrained")
     for row in rows:
-        colour, history = COLOURS[row["method"]], row["history"]
-        epochs = np.array([h["epoch"] for h in history]) + 1
-        at = next((i for i, h in enumerate(history) if h["epoch"] == row["grokked"]), None)
+        colour = COLOURS[row["method"]]
         for axis, (name, _) in zip(axes, PANELS, strict=True):
             if name == "penalty" and METHODS[row["method"]].penalty is None:
                 continue
+            history = [h for h in row["history"] if name in h]
+            epochs = np.array([h["epoch"] for h in history]) + 1
+            at = next((i for i, h in enumerate(history) if h["epoch"] == row["grokked"]), None)
             # Before the first step no penalty has been computed.
             values = np.array([h[name] for h in history])
             start = 1 if name == "penalty" else 0

@@ -46,12 +46,15 @@ def table(header: list[str], lines: list[list[str]]) -> str:
 
 
 def _of_task(rows: list[Row], task: str) -> dict[str, list[Row]]:
-    """Runs at the task's own settings, by method."""
+    """Runs at the task's own settings and on the baseline's seeds, by method."""
     groups: dict[str, list[Row]] = {name: [] for name in METHODS}
     for row in rows:
         usual = TASKS[task].weights.get(row["method"], 0.0)
         if row["task"] == task and row["weight"] == usual and "/n" not in row["key"]:
             groups[row["method"]].append(row)
+    shared = {r["seed"] for r in groups["baseline"]}
+    if shared:  # a fair table: seeds that only an ablation has run stay out of it
+        groups = {name: [r for r in g if r["seed"] in shared] for name, g in groups.items()}
     return {name: group for name, group in groups.items() if group}
 
 
@@ -117,7 +120,7 @@ def rise(rows: list[Row], tasks: list[str]) -> str:
     lines = []
     for row in rows:
         if row["history"] and row["task"] in tasks and "/n" not in row["key"]:
-            history = row["history"]
+            history = [h for h in row["history"] if "normal" in h]
             pick = {"start": history[0], "end": history[-1]}
             for name in ("memorised", "grokked"):
                 pick[name] = next((h for h in history if h["epoch"] == row[name]), None)
