@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from grokking import figures
+from grokking import theory as checks
 from grokking.methods import METHODS
 from grokking.runner import read
 from grokking.tasks import TASKS
-from grokking.theory import summary
 
 Row = dict[str, Any]
 FIRST_TUNING_SEED = 100  # seeds from here on chose weights and rates; no table counts them
@@ -213,8 +213,9 @@ def theory(path: pathlib.Path) -> str:
     results = json.loads(path.read_text())
     text = ""
     for name, runs in results.items():
-        text += f"#### {name.replace('theorem', 'Theorem ')} ({len(runs)} seeds)\n\n"
-        numbers = summary(runs)
+        text += f"### {name.replace('theorem', 'Theorem ')} ({len(runs)} seeds)\n\n"
+        text += f"{getattr(checks, name).__doc__}\n\n"
+        numbers = checks.summary(runs)
         nested = {k: v for k, v in numbers.items() if isinstance(v, dict)}
         flat = [[k, "{:.3g} ± {:.1g}".format(*v)] for k, v in numbers.items() if k not in nested]
         if flat:

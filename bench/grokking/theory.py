@@ -90,7 +90,7 @@ def _train_under_budget(model: nn.Module, x: Tensor, y: Tensor, budget: float, s
 
 
 def theorem1(seed: int) -> Result:
-    """Normal alignment of the minimiser under a norm budget, for free pieces and for networks."""
+    """Normal alignment after training under a budget on |J|_F^2 + |b|^2, free pieces and networks."""
     torch.manual_seed(seed)
     x, y = _points(24, 60)
     j, b = torch.randn(24, CLASSES, 60), torch.randn(24, CLASSES)
@@ -119,7 +119,7 @@ def theorem1(seed: int) -> Result:
 
 
 def theorem2(seed: int) -> Result:
-    """Radius at equal Jacobian norm: linear pieces at set angles, and trained networks."""
+    """Radius over |x| of linear pieces of equal Jacobian norm, by angle; radii of trained networks."""
     torch.manual_seed(seed)
     d = 60
     x = torch.randn(1, d)
@@ -168,7 +168,7 @@ def _tangent_kernel(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def theorem3(seed: int, scales: Iterable[float] = (0.3, 1.0, 10.0, 100.0)) -> Result:
-    """Training ``s (f - f_0)`` at rate 1/s^2: a large s is lazy, a small one learns features."""
+    """Training s (f - f_0) at rate 1/s^2: a large s is lazy, a small one learns features."""
     torch.manual_seed(seed)
     x, y = _points(24, 20)
     target = F.one_hot(y, CLASSES).float()
