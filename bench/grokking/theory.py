@@ -90,7 +90,7 @@ def _train_under_budget(model: nn.Module, x: Tensor, y: Tensor, budget: float, s
 
 
 def theorem1(seed: int) -> Result:
-    """Normal alignment after training under a budget on |J|_F^2 + |b|^2, free pieces and networks."""
+    """Normal alignment after training under a budget on |J|_F^2 + |b|^2."""
     torch.manual_seed(seed)
     x, y = _points(24, 60)
     j, b = torch.randn(24, CLASSES, 60), torch.randn(24, CLASSES)
@@ -119,7 +119,7 @@ def theorem1(seed: int) -> Result:
 
 
 def theorem2(seed: int) -> Result:
-    """Radius over |x| of linear pieces of equal Jacobian norm, by angle; radii of trained networks."""
+    """Radius over |x| of linear pieces of equal Jacobian norm; radii of trained networks."""
     torch.manual_seed(seed)
     d = 60
     x = torch.randn(1, d)
