@@ -1,3 +1,4 @@
 // The kernels of csrc/cuda, compiled for the host.
+#include "../cuda/laplace.cu"
 #include "../cuda/orthogonal_projection.cu"
 #include "../cuda/stack.cu"

@@ -1,0 +1,159 @@
+// See laplace.h. Every kernel makes 64 x 64 tiles of K or W, 4 x 4 entries a thread, from
+// differences of coordinates that pass through shared memory.
+#pragma once
+#include "laplace.h"
+#include "portable.cuh"
+
+namespace normalign {
+namespace {
+
+constexpr int laplace_threads = 256;
+constexpr int laplace_tile = 64;
+template <class T>
+constexpr int laplace_depth = 64 / sizeof(T);  // coordinates in shared memory at a time
+constexpr int laplace_pitch = laplace_tile + 4;
+constexpr int kept_cols = 64;  // result columns of a streaming kernel's block
+
+template <class T>
+__device__ __forceinline__ T kernel_value(GpuKernel<T> k, T squared) {
+  if (k.exponent == T(2)) return exp(-squared * k.inverse * k.inverse);
+  const T t = sqrt(squared) * k.inverse;
+  return exp(k.exponent == T(1) ? -t : -pow(t, k.exponent));
+}
+
+// W as in the reference: 0 at distance 0, where a Laplace kernel has no gradient.
+template <class T>
+__device__ __forceinline__ T kernel_weight(GpuKernel<T> k, T squared) {
+  if (squared == T(0)) return T(0);
+  const T scale = k.exponent * k.inverse * k.inverse;
+  if (k.exponent == T(2)) return scale * exp(-squared * k.inverse * k.inverse);
+  const T t = sqrt(squared) * k.inverse;
+  if (k.exponent == T(1)) return scale * exp(-t) / t;
+  const T power = pow(t, k.exponent);
+  return scale * power / (t * t) * exp(-power);
+}
+
+template <class T>
+struct LaplaceTile {
+  T x[laplace_depth<T>][laplace_pitch];
+  T z[laplace_depth<T>][laplace_pitch];
+  T entries[laplace_tile][laplace_tile + 1];
+};
+
+// Makes entry (i, j) = value(i, j, squared distance) for 64 points x from i0 on and 64 points z
+// from j0 on. Thread (a, b) of 16 x 16 has rows 4 a .. 4 a + 3 and columns 4 b .. 4 b + 3. Points
+// that do not exist count as zeros.
+template <class T, class Value>
+__device__ __forceinline__ void make_tile(LaplaceTile<T>& tile, const T* x, int64_t i0, int64_t m,
+                                          const T* z, int64_t j0, int64_t n, int width,
+                                          Value value) {
+  constexpr int depth = laplace_depth<T>;
+  const int rows = threadIdx.x / 16 * 4, cols = threadIdx.x % 16 * 4;
+  T squared[4][4] = {};
+  for (int d0 = 0; d0 < width; d0 += depth) {
+    __syncthreads();  // the coordinates before have been used
+    NORMALIGN_UNROLL
+    for (int e = 0; e < laplace_tile * depth / laplace_threads; ++e) {
+      const int at = threadIdx.x + e * laplace_threads;
+      const int d = at % depth, p = at / depth;
+      const bool inside = d0 + d < width;
+      tile.x[d][p] = inside && i0 + p < m ? x[(i0 + p) * width + d0 + d] : T(0);
+      tile.z[d][p] = inside && j0 + p < n ? z[(j0 + p) * width + d0 + d] : T(0);
+    }
+    __syncthreads();
+    const int terms = width - d0 < depth ? width - d0 : depth;
+    for (int d = 0; d < terms; ++d) {
+      T u[4], v[4];
+      NORMALIGN_UNROLL
+      for (int a = 0; a < 4; ++a) {
+        u[a] = tile.x[d][rows + a];
+        v[a] = tile.z[d][cols + a];
+      }
+      NORMALIGN_UNROLL
+      for (int a = 0; a < 4; ++a) NORMALIGN_UNROLL
+      for (int b = 0; b < 4; ++b) {
+        const T difference = u[a] - v[b];
+        squared[a][b] += difference * difference;
+      }
+    }
+  }
+  NORMALIGN_UNROLL
+  for (int a = 0; a < 4; ++a) NORMALIGN_UNROLL
+  for (int b = 0; b < 4; ++b) tile.entries[rows + a][cols + b] = squared[a][b];
+  // Each thread goes on with its own entries, so no barrier is needed in between. A loop, because
+  // sixteen copies of the exponential would fill the registers.
+  NORMALIGN_LOOP
+  for (int e = 0; e < 16; ++e) {
+    const int i = rows + e / 4, j = cols + e % 4;
+    tile.entries[i][j] = value(i, j, tile.entries[i][j]);
+  }
+  __syncthreads();
+}
+
+template <class T, bool weights>
+__global__ void __launch_bounds__(laplace_threads, 1)
+    gram_kernel(GpuKernel<T> k, int64_t m, int64_t n, int width, const T* x, const T* z, T* out) {
+  NORMALIGN_SHARED(LaplaceTile<T>, tile, [1]);
+  const bool symmetric = x == z && m == n;  // not some of the rows against all
+  if (symmetric && blockIdx.x < blockIdx.y) return;  // the mirror tile writes this one
+  const int64_t i0 = int64_t(blockIdx.y) * laplace_tile, j0 = int64_t(blockIdx.x) * laplace_tile;
+  make_tile(tile[0], x, i0, m, z, j0, n, width, [&](int, int, T squared) {
+    return weights ? kernel_weight(k, squared) : kernel_value(k, squared);
+  });
+  const auto& result = tile[0].entries;
+  for (int e = threadIdx.x; e < laplace_tile * laplace_tile; e += laplace_threads) {
+    const int i = e / laplace_tile, j = e % laplace_tile;
+    if (i0 + i < m && j0 + j < n) out[(i0 + i) * n + j0 + j] = result[i][j];
+    if (symmetric && i0 != j0 && j0 + i < n && i0 + j < m)
+      out[(j0 + i) * n + i0 + j] = result[j][i];
+  }
+}
+
+// Both streaming kernels: blockIdx.x is a tile of rows, .y a part of the points z, .z a range of
+// kept_cols result columns. A thread sums row threadIdx.x / 4 and every fourth column.
+template <class T, bool gradient>
+__global__ void __launch_bounds__(laplace_threads, 1)
+    stream_kernel(GpuKernel<T> k, int64_t m, int64_t n, int width, int c, const T* x, const T* z,
+                  const T* coef, const T* cotangent, T* out) {
+  NORMALIGN_SHARED(LaplaceTile<T>, tile, [1]);
+  const auto& factors = tile[0].entries;
+  const int64_t i0 = int64_t(blockIdx.x) * laplace_tile;
+  const int64_t tiles = (n + laplace_tile - 1) / laplace_tile;
+  const int64_t first = tiles * blockIdx.y / gridDim.y, last = tiles * (blockIdx.y + 1) / gridDim.y;
+  const int own = threadIdx.x / 4, col0 = blockIdx.z * kept_cols + threadIdx.x % 4;
+  const int results = gradient ? width : c;
+  const int64_t i = i0 + own;
+  T sum[kept_cols / 4] = {}, origin[kept_cols / 4] = {};
+  if (gradient && i < m) {
+    NORMALIGN_UNROLL
+    for (int q = 0; q < kept_cols / 4; ++q)
+      if (col0 + 4 * q < width) origin[q] = x[i * width + col0 + 4 * q];
+  }
+  for (int64_t t = first; t < last; ++t) {
+    const int64_t j0 = t * laplace_tile;
+    make_tile(tile[0], x, i0, m, z, j0, n, width, [&](int a, int b, T squared) {
+      if (i0 + a >= m || j0 + b >= n) return T(0);
+      if constexpr (!gradient) return kernel_value(k, squared);
+      T product = T(0);
+      for (int q = 0; q < c; ++q) product += cotangent[(i0 + a) * c + q] * coef[(j0 + b) * c + q];
+      return kernel_weight(k, squared) * product;
+    });
+    const int points = n - j0 < laplace_tile ? int(n - j0) : laplace_tile;
+    for (int j = 0; j < points; ++j) {
+      const T factor = factors[own][j];
+      const T* const right = gradient ? z + (j0 + j) * width : coef + (j0 + j) * c;
+      NORMALIGN_UNROLL
+      for (int q = 0; q < kept_cols / 4; ++q)
+        if (col0 + 4 * q < results)
+          sum[q] += factor * (gradient ? right[col0 + 4 * q] - origin[q] : right[col0 + 4 * q]);
+    }
+    __syncthreads();
+  }
+  if (i >= m) return;
+  NORMALIGN_UNROLL
+  for (int q = 0; q < kept_cols / 4; ++q)
+    if (col0 + 4 * q < results) out[(blockIdx.y * m + i) * results + col0 + 4 * q] = sum[q];
+}
+
+}  // namespace
+}  // namespace normalign

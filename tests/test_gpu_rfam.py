@@ -1,0 +1,131 @@
+"""The CUDA kernels of RFAM, emulated here and on the GPU where there is one."""
+
+import pytest
+import torch
+
+from normalign import _rfam_cuda, reference
+from normalign.testing import DTYPES, assert_as_accurate, gpu_devices, on_gpu
+
+EXPONENTS = (1.0, 2.0, 0.7)
+
+
+@pytest.fixture(params=gpu_devices())
+def device(request):
+    with on_gpu(request.param) as device:
+        yield device
+
+
+def _points(n, width, dtype, device):
+    return torch.randn(n, width, dtype=dtype, device=device)
+
+
+def _compare(f, definition, *tensors, scale=None):
+    """``f`` is as accurate as the definition in the same dtype, both against float64."""
+    exact = definition(*(t.double() for t in tensors))
+    assert_as_accurate(f(*tensors).cpu(), definition(*tensors).cpu(), exact.cpu(), scale=scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("weights", [False, True])
+def test_gram(device, dtype, exponent, weights):
+    f = reference.gradient_weights if weights else reference.laplace_gram
+    for m, n, width in ((1, 1, 1), (3, 70, 2), (65, 63, 17), (64, 64, 8), (5, 4, 40)):
+        u, z = _points(m, width, dtype, device), _points(n, width, dtype, device)
+        _compare(
+            lambda a, b: _rfam_cuda.gram(a, b, 2.0, exponent, weights=weights),
+            lambda a, b: f(a, b, None, 2.0, exponent),
+            u,
+            z,
+            scale=1.0,  # the exponent is rounded before the exponential: K near 0 loses digits
+        )
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 150])
+def test_symmetric_gram(device, n, weights):
+    u = _points(n, 5, torch.float32, device)
+    k = _rfam_cuda.gram(u, u, 2.0, 1.0, weights=weights)
+    assert torch.equal(k, k.T)
+    assert torch.equal(k, _rfam_cuda.gram(u, u.clone(), 2.0, 1.0, weights=weights))
+    assert torch.equal(k.diagonal(), torch.full((n,), 0.0 if weights else 1.0, device=device))
+
+
+def test_offsets_copies_nan_and_no_features(device):
+    u = _points(70, 3, torch.float32, device)
+    far = (u + 1e4).double() - 1e4  # the points that float32 keeps there
+    got = _rfam_cuda.gram(u + 1e4, u + 1e4, 2.0, 1.0).double()
+    exact = reference.laplace_gram(far, far, None, 2.0, 1.0)
+    assert (got - exact).abs().max().item() < 1e-6
+    u[9] = u[2]
+    assert _rfam_cuda.gram(u, u, 2.0, 1.0)[9, 2].item() == 1.0
+    assert _rfam_cuda.gram(u, u, 2.0, 1.0, weights=True)[9, 2].item() == 0.0
+    u[5, 1] = float("nan")
+    bad = torch.isnan(_rfam_cuda.gram(u, u, 2.0, 1.0))
+    assert bad[5].all()
+    assert bad.sum().item() == 2 * 70 - 1
+    none = u[:, :0]
+    assert torch.equal(_rfam_cuda.gram(none, none, 2.0, 1.0), torch.ones(70, 70, device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_matvec(device, dtype, exponent):
+    for m, n, width, c in ((1, 1, 1, 1), (3, 200, 2, 3), (66, 70, 20, 70), (130, 5, 8, 4)):
+        u, z = _points(m, width, dtype, device), _points(n, width, dtype, device)
+        _compare(
+            lambda a, b, k: _rfam_cuda.matvec(a, b, k, 2.0, exponent),
+            lambda a, b, k: reference.laplace_matvec(a, b, k, None, 2.0, exponent),
+            u,
+            z,
+            _points(n, c, dtype, device),
+            scale=float(n) ** 0.5,
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_gradient(device, dtype, exponent):
+    for m, n, width, c in ((1, 1, 1, 1), (3, 200, 2, 3), (66, 70, 70, 2), (130, 5, 8, 4)):
+        u, z = _points(m, width, dtype, device), _points(n, width, dtype, device)
+        u[0] = z[0]  # at a training point its own term is 0, never NaN
+        _compare(
+            lambda a, b, k, v: _rfam_cuda.gradient(a, b, k, v, 2.0, exponent),
+            lambda a, b, k, v: reference.input_gradient(a, b, k, v, None, 2.0, exponent),
+            u,
+            z,
+            _points(n, c, dtype, device),
+            _points(m, c, dtype, device),
+            scale=float(n) ** 0.5,
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("own_points", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_agop(device, dtype, own_points, weighted, monkeypatch):
+    z = _points(90, 6, dtype, device)
+    u = z if own_points else _points(70, 6, dtype, device)
+    coef = _points(90, 3, dtype, device)
+    weight = 0.5 + torch.rand(u.shape[0], dtype=dtype, device=device) if weighted else None
+    exact = reference.agop(
+        u.double(), z.double(), coef.double(), None, 2.0, 1.0, weight if weight is None
+        else weight.double(),
+    )  # fmt: skip
+    exact = exact * (u.shape[0] if weight is None else weight.double().sum())
+    # Sums of 90 terms, squared and summed over points: some tens of roundings.
+    bound = 40 * torch.finfo(dtype).eps * exact.abs().max().item()
+    for elements in (1 << 26, 64 * 90):  # all at once, and in groups of rows and of classes
+        monkeypatch.setattr(_rfam_cuda, "_ELEMENTS", elements)
+        got = _rfam_cuda.agop(u, z, coef, 2.0, 1.0, weight)
+        assert got.dtype is torch.float64
+        assert (got - exact).abs().max().item() <= bound
+
+
+def test_empty_input(device):
+    u, z = torch.zeros(0, 3, device=device), torch.zeros(4, 3, device=device)
+    coef = torch.zeros(4, 2, device=device)
+    assert _rfam_cuda.gram(u, z, 1.0, 1.0).shape == (0, 4)
+    assert _rfam_cuda.matvec(u, z, coef, 1.0, 1.0).shape == (0, 2)
+    assert _rfam_cuda.gradient(u, z, coef, coef[:0], 1.0, 1.0).shape == (0, 3)
+    assert not _rfam_cuda.agop(u, z, coef, 1.0, 1.0).any()
