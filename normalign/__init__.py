@@ -12,6 +12,7 @@ from normalign.geometry import (
     local_robustness,
     normal_alignment,
 )
+from normalign.graph import graph_step
 from normalign.grokalign import explain, grokalign
 from normalign.loss import GrokAlignLoss
 from normalign.orthogonal_projection import orthogonal_projection
@@ -32,6 +33,7 @@ __all__ = [
     "compat",
     "effective_rank",
     "explain",
+    "graph_step",
     "grokalign",
     "local_robustness",
     "normal_alignment",

@@ -65,6 +65,12 @@ _default: ProbeStream | None = None
 DEFAULT_HANDLE = 0
 
 
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """The generators of all live streams on a device: a CUDA graph has to know them."""
+    streams = [*_streams.values()]
+    return [s._generators[device] for s in streams if device in s._generators]
+
+
 def default_generator(device: torch.device) -> torch.Generator:
     """The stream that serves calls without ``generator``.
 
