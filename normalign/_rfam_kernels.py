@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normalign import _dispatch, _load, reference
+from normalign import _dispatch, _load, _rfam_cuda, reference
 
 AGOP_METHODS = ("auto", "tiles", "streamed", "gram")
 _LOG2_E = math.log2(math.e)
@@ -77,6 +77,11 @@ class Points:
         self.u = self.u.contiguous()
 
     @property
+    def gpu(self) -> bool:
+        """Whether the CUDA kernels serve."""
+        return _dispatch.gpu_module(self.u) is not None
+
+    @property
     def reason(self) -> str | None:
         """Why the reference is to be used; None for native."""
         return _dispatch.reference_reason(self.u)
@@ -107,6 +112,8 @@ def _row(n: int) -> int:
 def gram(x: Points, z: Points, threads: int, *, weights: bool = False) -> Tensor:
     """``K(x, z)``, or the gradient weights W, shape ``(m, n)``."""
     kernel = x.kernel
+    if x.gpu:
+        return _rfam_cuda.gram(x.u, z.u, kernel.length, kernel.exponent, weights=weights)
     if x.reason is not None:
         f = reference.gradient_weights if weights else reference.laplace_gram
         return f(x.u, z.u, None, kernel.length, kernel.exponent)
@@ -123,6 +130,8 @@ def matvec(x: Points, z: Points, coef: Tensor, threads: int) -> Tensor:
     """``K(x, z) coef``, shape ``(m, c)``, without storing K."""
     kernel = x.kernel
     m, n, c = x.u.shape[0], z.u.shape[0], coef.shape[1]
+    if x.gpu:
+        return _rfam_cuda.matvec(x.u, z.u, coef, kernel.length, kernel.exponent)
     if x.reason is not None:
         rows = max(1, (1 << 22) // max(1, n))
         parts = [
@@ -160,6 +169,8 @@ def matvec_symmetric(x: Points, coef: Tensor, threads: int) -> Tensor:
 def gradient(x: Points, z: Points, coef: Tensor, cotangent: Tensor, threads: int) -> Tensor:
     """Gradient of ``sum_k cotangent_k f_k`` in ``u``, shape ``(m, r)``."""
     kernel = x.kernel
+    if x.gpu:
+        return _rfam_cuda.gradient(x.u, z.u, coef, cotangent, kernel.length, kernel.exponent)
     return reference.input_gradient(x.u, z.u, coef, cotangent, None, kernel.length, kernel.exponent)
 
 
@@ -192,6 +203,8 @@ def agop(
     m, n, c, width = x.u.shape[0], z.u.shape[0], coef.shape[1], x.u.shape[1]
     if min(m, n, c, width) == 0:
         return x.u.new_zeros(width, width, dtype=torch.float64)
+    if x.gpu:
+        return _rfam_cuda.agop(x.u, z.u, coef, kernel.length, kernel.exponent, weight)
     if x.reason is not None:
         total = m if weight is None else weight.sum()
         r = reference.agop(x.u, z.u, coef, None, kernel.length, kernel.exponent, weight)

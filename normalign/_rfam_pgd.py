@@ -107,7 +107,7 @@ def pgd(
     current = x.clone() if start is None else start.clone()
     value = x.new_full((x.shape[0],), -torch.inf)
     best = current.clone()
-    zero = torch.zeros(x.shape[0], dtype=torch.int64)
+    zero = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
     for iteration in range(iters + 1):
         f = machine.decision(current)
         reached = attack_loss(f, targets, "margin" if select == "margin" else loss)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from normalign import _rfam_kernels, reference
+from normalign import _rfam_kernels
 from normalign._rfam_kernels import Factor, Points
 
 
@@ -65,10 +65,10 @@ def solve_points(
         exact: Makes the points in float64; by default they are converted.
         refine: Whether errors below 1e-3 are worth a correction.
     """
-    if x.reason is not None:  # no speed to gain: float64 throughout
+    if x.gpu or x.reason is not None:  # float64 throughout, and torch's factorisation
         x = exact() if exact is not None else Points(x.u.double(), x.kernel)
         targets = targets.double()
-        gram = reference.laplace_gram(x.u, x.u, None, x.kernel.length, x.kernel.exponent)
+        gram = _rfam_kernels.gram(x, x, threads)
         return Solution(x, *solve_gram(gram, targets, reg, weight))
     factor = Factor.of(x, reg, 0.0, weight, threads)
     if x.u.dtype is torch.float64:

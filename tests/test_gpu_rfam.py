@@ -1,9 +1,11 @@
 """The CUDA kernels of RFAM, emulated here and on the GPU where there is one."""
 
+import numpy as np
 import pytest
 import torch
 
-from normalign import _rfam_cuda, reference
+import normalign
+from normalign import _load, _rfam_cuda, _rfam_fit, _rfam_pgd, reference
 from normalign.testing import DTYPES, assert_as_accurate, gpu_devices, on_gpu
 
 EXPONENTS = (1.0, 2.0, 0.7)
@@ -129,3 +131,40 @@ def test_empty_input(device):
     assert _rfam_cuda.matvec(u, z, coef, 1.0, 1.0).shape == (0, 2)
     assert _rfam_cuda.gradient(u, z, coef, coef[:0], 1.0, 1.0).shape == (0, 3)
     assert not _rfam_cuda.agop(u, z, coef, 1.0, 1.0).any()
+
+
+def _fit_and_attack(x, y, points):
+    machine = _rfam_fit.fit(x, y, reg=1e-2, bandwidth=3.0, n_iter=3).machine
+    attack = _rfam_pgd.pgd(machine, points, y[:30], eps=0.3, step=0.1, iters=3)
+    return machine.feature_matrix, machine.decision(points), attack.x
+
+
+def test_fit_and_attack_take_the_kernels(device):
+    """The whole chain on the GPU's kernels gives what the definition gives."""
+    x, points = _points(80, 4, torch.float32, device), _points(30, 4, torch.float32, device)
+    y = torch.eye(3, device=device)[torch.randint(3, (80,), device=device)]
+    before = _load._emu.launches() if device.type == "cpu" else None
+    got = _fit_and_attack(x, y, points)
+    if before is not None:
+        # Solves and updates of 3 iterations, 5 evaluations, 3 attack steps.
+        assert _load._emu.launches() - before == 3 + 2 + 5 + 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NORMALIGN_IMPL", "reference")
+        want = _fit_and_attack(x, y, points)
+    for a, b, tolerance in zip(got, want, (1e-6, 1e-5, 1e-5), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_estimator_predicts_the_same(device):
+    """`device` of an estimator leads here."""
+    if device.type == "cpu":
+        pytest.skip("the estimator's device is a real one")
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((120, 5)).astype("float32")
+    y = (x[:, 0] * x[:, 1] > 0).astype(int)
+    on_gpu = normalign.RFAMClassifier(device="cuda", reg=1e-2, random_state=0).fit(x, y)
+    on_cpu = normalign.RFAMClassifier(device="cpu", reg=1e-2, random_state=0).fit(x, y)
+    np.testing.assert_allclose(on_gpu.feature_matrix_, on_cpu.feature_matrix_, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        on_gpu.decision_function(x), on_cpu.decision_function(x), rtol=1e-4, atol=1e-4
+    )
