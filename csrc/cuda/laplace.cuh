@@ -94,7 +94,7 @@ template <class T, bool weights>
 __global__ void __launch_bounds__(laplace_threads, 1)
     gram_kernel(GpuKernel<T> k, int64_t m, int64_t n, int width, const T* x, const T* z, T* out) {
   NORMALIGN_SHARED(LaplaceTile<T>, tile, [1]);
-  const bool symmetric = x == z && m == n;  // not some of the rows against all
+  const bool symmetric = x == z && m == n;           // not some of the rows against all
   if (symmetric && blockIdx.x < blockIdx.y) return;  // the mirror tile writes this one
   const int64_t i0 = int64_t(blockIdx.y) * laplace_tile, j0 = int64_t(blockIdx.x) * laplace_tile;
   make_tile(tile[0], x, i0, m, z, j0, n, width, [&](int, int, T squared) {
