@@ -226,6 +226,16 @@ def test_launches_of_a_step():
         assert _launches(_mlp([5, 3]), x, probes) == 3
 
 
+def test_launches_of_a_wide_step(monkeypatch):
+    if "emulated" not in gpu_devices():
+        pytest.skip("launches are counted by the emulated kernels")
+    monkeypatch.setattr(_stack_cuda, "_Small", _stack_cuda._Wide)
+    with on_gpu("emulated"):
+        x, probes = _data(5, 3, 9, torch.float32, "cpu")
+        # Each hidden layer: forward, adjoint, tangent, backward; and the projection.
+        assert _launches(_mlp([5, 12, 12, 12, 3]), x, probes) == 4 * 3 + 1
+
+
 def test_what_fits():
     """The models of the benches are small stacks; very wide ones are not."""
     if "emulated" not in gpu_devices():
