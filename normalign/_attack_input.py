@@ -132,7 +132,7 @@ def as_problem(model: Any, x: Any, y: Any) -> Problem:
         return Problem(MachineVictim(machine), model, rows, labels, machine, as_numpy)
     if isinstance(model, Machine):
         check_float("x", x)
-        labels = _labels(y, len(x))
+        labels = _labels(y, len(x)).to(x.device)
         return Problem(MachineVictim(model), model, x.detach(), labels, model, False)
     if not callable(model):
         msg = f"model must be a fitted RFAMClassifier or a callable, got {type(model).__name__}"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from sklearn.model_selection import KFold, StratifiedKFold
 from sklearn.preprocessing import StandardScaler
@@ -44,6 +45,7 @@ def sweep(
     eps: Sequence[float] = (0.1, 1.0),
     attack: str | Settings | dict[str, Any] = "strong",
     dtype: str = "float32",
+    device: str = "cpu",
     out: str | os.PathLike[str] | None = None,
     retry_failed: bool = False,
     n_jobs: int = 1,
@@ -81,6 +83,8 @@ def sweep(
         eps: Radii of the attack, in units of the preprocessed features; empty for no attack.
         attack: As in ``robustness_report``.
         dtype: ``"float32"`` or ``"float64"``.
+        device: Where to compute, as torch names it. Workers share a GPU, so ``n_jobs=1`` is best
+            there.
         out: Result file, ``.csv`` or ``.parquet``.
         retry_failed: Runs combinations again whose row in ``out`` holds an error.
         n_jobs: Workers; -1 is every core.
@@ -98,6 +102,7 @@ def sweep(
     """
     check_choice("task", task, ("auto", "classification", "regression"))
     check_choice("dtype", dtype, ("float32", "float64"))
+    _check_device(device)
     check_count("n_iter", n_iter)
     check_count("threads", threads)
     if not isinstance(random_state, int):
@@ -109,16 +114,18 @@ def sweep(
     for radius in radii:
         check_positive("eps", radius)
     common = Common(
-        n_iter, tol, radii, settings, dtype, validation_fraction, random_state, memory_limit
+        n_iter, tol, radii, settings, dtype, validation_fraction, random_state, memory_limit, device
     )
     tasks: list[Task] = []
     for name, (X, y) in _named(tables).items():
         targets, classes = _encode(name, X, y, task)
         tasks += _tasks(name, X, targets, classes, folds, preprocess, grid, common)
     tasks.sort(key=lambda one: -one.cost)  # the longest first: no worker ends with it alone
+    same = dataclasses.asdict(dataclasses.replace(common, memory_limit=None))
+    del same["device"]  # a sweep may go on elsewhere
     digest = fingerprint(
         {
-            **dataclasses.asdict(dataclasses.replace(common, memory_limit=None)),
+            **same,
             "folds": folds if isinstance(folds, int) else repr(folds),
             "preprocess": repr(preprocess),
             "task": task,
@@ -127,6 +134,13 @@ def sweep(
     file = ResultFile(out, [*KEYS, *columns(radii)], KEYS, digest, retry_failed=retry_failed)
     rows = run_tasks(tasks, run_fold, file, n_jobs=n_jobs, threads=threads, progress=progress)
     return SweepResult(rows)
+
+
+def _check_device(device: str) -> None:
+    kind = torch.device(device).type
+    if kind == "cuda" and not torch.cuda.is_available():
+        msg = f"device must be usable, got {device!r}, but torch finds no GPU here"
+        raise ValueError(msg)
 
 
 def _several(value: Any) -> list[Any]:

@@ -39,6 +39,7 @@ class Common:
     validation_fraction: float | None
     seed: int
     memory_limit: float | str | None
+    device: str = "cpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _features(task: FoldTask, train: Array, others: list[Array]) -> list[torch.T
         if not np.isfinite(array).all():
             msg = "the features hold NaN or infinity; impute them with preprocess="
             raise ValueError(msg)
-        tensors.append(torch.from_numpy(array))
+        tensors.append(torch.from_numpy(array).to(task.common.device))
     return tensors
 
 
@@ -101,6 +102,7 @@ def run_fold(task: FoldTask, missing: list[Row]) -> Iterator[Row]:
         )
     X, X_valid, X_test = _features(task, train, [valid, task.test])
     targets, intercept = _targets(task, train, X.dtype)
+    targets = targets.to(X.device)
     n, d = X.shape
     check_memory(n, d, targets.shape[1], X.element_size(), common.memory_limit)
     key = missing[0]
@@ -113,7 +115,7 @@ def run_fold(task: FoldTask, missing: list[Row]) -> Iterator[Row]:
     )
 
     def score(outputs: torch.Tensor, rows: Array) -> float:
-        return _score(task, outputs.double().numpy() + intercept, rows)
+        return _score(task, outputs.double().cpu().numpy() + intercept, rows)
 
     for key in missing:
         start = time.perf_counter()
@@ -144,7 +146,7 @@ def run_fold(task: FoldTask, missing: list[Row]) -> Iterator[Row]:
             "jitter": machine.jitter,
         }
         if task.classes:
-            labels = torch.from_numpy(task.y[task.test])
+            labels = torch.from_numpy(task.y[task.test]).to(X.device)
             row.update(_robustness(machine, X_test, labels, common))
         row["seconds"] = time.perf_counter() - start
         yield {name: "" if value is None else value for name, value in row.items()}

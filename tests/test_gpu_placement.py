@@ -1,0 +1,99 @@
+"""Nothing is left behind on the CPU when the data are elsewhere.
+
+No GPU is needed for that: tensors of the ``meta`` device stand for those on a GPU. They hold no
+values, so what the code asks of them on the host is answered by a constant; whatever mixes them
+with a CPU tensor fails, as it would on a GPU.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import normalign
+from normalign import _rfam_fit, _rfam_pgd, _sweep_task
+from normalign._pgd import PUBLISHED, STRONG
+
+META = torch.device("meta")
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Host questions about meta tensors get an answer; masks on them select everything."""
+
+    def answer(name, make):
+        original = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda t, *a: make(t) if t.is_meta else original(t, *a))
+
+    answer("__bool__", lambda t: True)
+    answer("__float__", lambda t: 0.5)
+    answer("__int__", lambda t: 0)
+    answer("cpu", lambda t: torch.zeros(t.shape, dtype=t.dtype))
+    nonzero, get, put = torch.nonzero, Tensor.__getitem__, Tensor.__setitem__
+
+    def all_rows(t):
+        rows = torch.zeros(len(t), 1, dtype=torch.int64, device=t.device)
+        return rows if t.is_meta else nonzero(t)
+
+    def select(t, key):
+        if t.is_meta and isinstance(key, Tensor) and key.dtype is torch.bool:
+            assert key.is_meta, "the mask is on another device"
+            return t
+        return get(t, key)
+
+    def assign(t, key, value):
+        if not t.is_meta:
+            return put(t, key, value)
+        for part in key if isinstance(key, tuple) else (key,):
+            assert not isinstance(part, Tensor) or part.is_meta, "the index is on another device"
+        assert not isinstance(value, Tensor) or value.dim() == 0 or value.is_meta
+        return None
+
+    monkeypatch.setattr(torch, "nonzero", all_rows)
+    monkeypatch.setattr(Tensor, "__getitem__", select)
+    monkeypatch.setattr(Tensor, "__setitem__", assign)
+
+
+def test_the_stand_in_finds_a_tensor_left_behind(elsewhere):
+    x = torch.zeros(3, device=META)
+    with pytest.raises(RuntimeError, match="device"):
+        x + torch.zeros(3)
+    with pytest.raises(AssertionError):
+        x[torch.zeros(3, dtype=torch.bool)]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fit_and_attack(elsewhere, dtype, weighted):
+    x, y = (torch.zeros(50, k, device=META, dtype=dtype) for k in (4, 3))
+    weight = torch.ones(50, device=META, dtype=dtype) if weighted else None
+    machine = _rfam_fit.fit(
+        x, y, sample_weight=weight, x_val=x[:5], evaluate=lambda f: 0.0, n_iter=2
+    ).machine
+    for norm, loss in (("linf", "mse"), ("l2", "margin")):
+        attack = _rfam_pgd.pgd(
+            machine, x[:7], y[:7], eps=0.1, step=0.1, iters=2, norm=norm, loss=loss, select="loss"
+        )
+        assert attack.x.is_meta
+    assert machine.jacobian(x[:3]).is_meta
+    assert machine.agop().is_meta
+
+
+@pytest.mark.parametrize("validation", [None, 0.2])
+@pytest.mark.parametrize("attack", [PUBLISHED, dataclasses.replace(STRONG, norm="l2", steps=2)])
+def test_a_fold_of_a_sweep(elsewhere, attack, validation):
+    common = _sweep_task.Common(2, None, (0.1,), attack, "float32", validation, 0, None, "meta")
+    x, y = np.random.default_rng(0).standard_normal((60, 4)), np.arange(60) % 3
+    task = _sweep_task.FoldTask(x, y, 3, np.arange(40), np.arange(40, 60), None, common)
+    key = {"alpha": 0.0, "reg": 1e-2, "bandwidth": 3.0, "kernel": "laplace"}
+    (row,) = _sweep_task.run_fold(task, [key])
+    assert row["rows"] == (40 if validation is None else 32)
+
+
+def test_a_device_that_is_not_there():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="device must be usable, got 'cuda', but torch finds no"):
+        normalign.sweep((np.zeros((8, 2)), np.arange(8) % 2), device="cuda")
