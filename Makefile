@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 
 .PHONY: demo test paper dev lint clean
 demo: $(VENV)/installed
-	$(BIN)/python -m normalign demo
+	$(BIN)/normalign demo
 
 test: $(VENV)/installed
 	$(BIN)/pytest

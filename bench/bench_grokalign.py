@@ -31,22 +31,22 @@ LARGE = 10**7
 
 
 def ours(problem: Problem, penalty: str, implementation: str = "auto") -> Make:
-    """The step through ``normalign.grokalign``, on drawn or given probes."""
+    """The step through ``normalign.GrokAlignLoss``, on drawn or given probes."""
     model, x, y = problem.model, problem.x, problem.y
     kind = "sphere" if penalty == "joint" else "gaussian"
+    loss_fn = normalign.GrokAlignLoss(
+        problem.criterion, problem.weight, penalty=penalty, probes=kind,
+        implementation=implementation,
+    )  # fmt: skip
 
     def make(draw: peers.Draw | None) -> peers.Step:
         vectors = None if draw is None else draw(x)[None]
 
         def step() -> tuple[Tensor, Tensor]:
             model.zero_grad()
-            logits, value = normalign.grokalign(
-                model, x, penalty=penalty, probes=kind, probe_vectors=vectors,
-                implementation=implementation,
-            )  # fmt: skip
-            loss = problem.criterion(logits, y)
-            (loss + problem.weight * value).backward()
-            return loss.detach(), value.detach()
+            loss_fn(model, x, y, vectors).backward()
+            assert loss_fn.last is not None
+            return loss_fn.last.task_loss, loss_fn.last.penalty
 
         return step
 

@@ -7,6 +7,8 @@ and do not compete with it.
 from __future__ import annotations
 
 import importlib
+import pathlib
+import sys
 from typing import Any
 
 import torch
@@ -16,8 +18,18 @@ def _import(name: str) -> tuple[Any, str | None]:
     try:
         return importlib.import_module(f"normalign.{name}"), None
     except ImportError as error:
-        built_for = f"Python ABI and libraries found by torch {torch.__version__}"
-        return None, f"normalign.{name} could not be loaded ({built_for}): {error}"
+        return None, f"normalign.{name} could not be loaded: {error}{_hint()}"
+
+
+def _hint() -> str:
+    """What is usual when the extension is missing: an unbuilt source tree that is imported."""
+    package = pathlib.Path(__file__).parent
+    if not (package.parent / "CMakeLists.txt").exists():
+        return f" (this is torch {torch.__version__}, Python {sys.version.split()[0]})"
+    return (
+        f" (the source tree at {package.parent} is imported, in place of an installed package: "
+        "run from another folder, or build in place with make dev)"
+    )
 
 
 def _import_cuda() -> tuple[Any, str | None]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from normalign.geometry import normal_alignment
 from normalign.grokalign import grokalign
@@ -121,7 +120,7 @@ def train(
     model = make_model(task, seed)
     # fused=True: the default AdamW costs up to half a plain step on networks of this size
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **task.optimizer)
-    loss_fn = GrokAlignLoss(F.cross_entropy, weight, seed=seed)
+    loss_fn = GrokAlignLoss(nn.CrossEntropyLoss(), weight, seed=seed)
     (x, y), (x_test, y_test) = task.train, task.test
     run = Run(task.name, "GrokAlign" if weight else "baseline", seed, task.budget)
     last, sample_at = task.budget, 1

@@ -59,7 +59,7 @@ def _stack(
     x = torch.randn(batch, widths[0], dtype=dtype)
     y = torch.randint(widths[-1], (batch,))
     linear = activation is nn.ReLU
-    return Problem(name, model, x, y, F.cross_entropy, 0.1, widths, linear)
+    return Problem(name, model, x, y, nn.CrossEntropyLoss(), 0.1, widths, linear)
 
 
 def parity_data(
@@ -83,7 +83,9 @@ def _modular_addition(batch: int, p: int = 61, hidden: int = 256) -> Problem:
     a, b = torch.randint(p, (2, batch))
     x = torch.cat([F.one_hot(a, p), F.one_hot(b, p)], 1).float()
     name, model = f"modular addition B{batch}", SquareNet(2 * p, hidden, p)
-    return Problem(name, model, x, (a + b) % p, F.cross_entropy, 0.1, (2 * p, hidden, p), False)
+    return Problem(
+        name, model, x, (a + b) % p, nn.CrossEntropyLoss(), 0.1, (2 * p, hidden, p), False
+    )
 
 
 def _xor(batch: int = 400, d: int = 40000) -> Problem:
@@ -92,10 +94,8 @@ def _xor(batch: int = 400, d: int = 40000) -> Problem:
     x = torch.randn(batch, d) / d**0.5
     signs = 1.0 - 2.0 * torch.randint(2, (batch, 2))
     x[:, :2] = signs
-    y = signs.prod(1)
-    return Problem(
-        f"XOR B{batch}", model, x, y, lambda f, t: F.mse_loss(f.squeeze(1), t), 0.1, (d, 2048, 1)
-    )
+    y = signs.prod(1, keepdim=True)
+    return Problem(f"XOR B{batch}", model, x, y, nn.MSELoss(), 0.1, (d, 2048, 1))
 
 
 class SmallTransformer(nn.Module):
@@ -120,12 +120,12 @@ def _cnn(batch: int = 64) -> Problem:
         nn.Flatten(), nn.Linear(32 * 7 * 7, 10),
     )  # fmt: skip
     x, y = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
-    return Problem(f"CNN with BatchNorm B{batch}", model, x, y, F.cross_entropy)
+    return Problem(f"CNN with BatchNorm B{batch}", model, x, y, nn.CrossEntropyLoss())
 
 
 def _transformer(batch: int = 32) -> Problem:
     x, y = torch.randn(batch, 16, 64), torch.randint(10, (batch,))
-    return Problem(f"transformer encoder B{batch}", SmallTransformer(), x, y, F.cross_entropy)
+    return Problem(f"transformer encoder B{batch}", SmallTransformer(), x, y, nn.CrossEntropyLoss())
 
 
 MNIST = (784, 200, 200, 200, 10)
