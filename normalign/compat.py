@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normalign import _diagnose, _general, _inputs
+from normalign import _diagnose, _functional, _general, _inputs, _path
 from normalign._stack import StackPlan
-from normalign.grokalign import choose_path
 
 
 class GrokAlign(nn.Module):
@@ -110,7 +109,7 @@ class GrokAlign(nn.Module):
 
     def _fused(self, inputs: Tensor) -> tuple[Tensor, Tensor] | None:
         """Logits and penalty by the fused stack; ``None`` where it or its clamp cannot serve."""
-        path = choose_path(self.model, inputs, "joint")
+        path = _path.choose(self.model, inputs, "joint", "auto", _functional.needed())
         if not isinstance(path, StackPlan):
             return None
         state = torch.get_rng_state()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normalign import _diagnose, _dispatch, _functional, _general, _inputs, _probes, _stack
+from normalign import _diagnose, _functional, _general, _inputs, _path, _probes, _stack
+from normalign._path import Path
 from normalign._probes import ProbeStream
 from normalign._stack_native import Criterion, Loss
 
@@ -103,23 +104,20 @@ def grokalign(
     if not functional and (x.is_cpu if check_finite is None else check_finite):
         _inputs.check_finite(x)
 
-    path = _path(model, x, penalty, forward, output, implementation, functional)
+    own_call = forward is not None or output is not None
+    path = _path.choose(model, x, penalty, implementation, functional, own_call)
     if isinstance(path, _stack.StackPlan):
-        v = _fused_probes(path, x, num_probes, probes, exact, probe_vectors, generator)
+        v = _vectors(
+            x.shape[0], path.outputs, x, num_probes, probes, exact, probe_vectors, generator
+        )
         return path.run(x, v, penalty, reduction)
 
     def make_probes(logits: Tensor) -> Tensor:
-        batch, outputs = logits.shape
-        if probe_vectors is not None:
-            return _inputs.check_probes(probe_vectors, batch, outputs, logits.device)
-        if exact:
-            return _probes.identity(batch, outputs, logits.dtype, logits.device)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and probe_vectors is None and not exact:
             v: Tensor = _probes.draw_like(logits, num_probes, probes, _handle(generator))
             return v
-        stream = generator.on(logits.device) if isinstance(generator, ProbeStream) else generator
-        shape = (num_probes, batch, outputs)
-        return _probes.draw(probes, shape, logits.dtype, logits.device, stream)
+        batch, outputs = logits.shape
+        return _vectors(batch, outputs, logits, num_probes, probes, exact, probe_vectors, generator)
 
     select = _inputs.make_select(output)
     if functional:
@@ -135,23 +133,24 @@ def grokalign(
     return _general.run(model, call, x, make_probes, penalty, reduction, terms)
 
 
-def _fused_probes(
-    plan: _stack.StackPlan,
-    x: Tensor,
+def _vectors(
+    batch: int,
+    outputs: int,
+    like: Tensor,
     num_probes: int,
     probes: str,
     exact: bool,
     probe_vectors: Tensor | None,
     generator: torch.Generator | ProbeStream | None,
 ) -> Tensor:
-    """Probes for the fused stack, which knows the number of outputs before it runs."""
-    batch, outputs = x.shape[0], plan.outputs
+    """Probes ``(P, batch, outputs)`` with dtype and device of ``like``."""
+    device = like.device
     if probe_vectors is not None:
-        return _inputs.check_probes(probe_vectors, batch, outputs, x.device).to(x.dtype)
+        return _inputs.check_probes(probe_vectors, batch, outputs, device).to(like.dtype)
     if exact:
-        return _probes.identity(batch, outputs, x.dtype, x.device)
-    stream = generator.on(x.device) if isinstance(generator, ProbeStream) else generator
-    return _probes.draw(probes, (num_probes, batch, outputs), x.dtype, x.device, stream)
+        return _probes.identity(batch, outputs, like.dtype, device)
+    stream = generator.on(device) if isinstance(generator, ProbeStream) else generator
+    return _probes.draw(probes, (num_probes, batch, outputs), like.dtype, device, stream)
 
 
 def fused_loss(
@@ -179,25 +178,15 @@ def fused_loss(
     _inputs.check_x(x)
     if implementation not in ("auto", "native") or _functional.needed():
         return None
-    path = _path(model, x, penalty, None, None, implementation, False)
+    path = _path.choose(model, x, penalty, implementation, False)
     if not isinstance(path, _stack.StackPlan):
         return None
     if not path.takes(criterion, x):
         return None
     if x.is_cpu if check_finite is None else check_finite:
         _inputs.check_finite(x)
-    v = _fused_probes(path, x, num_probes, probes, exact, probe_vectors, generator)
+    v = _vectors(x.shape[0], path.outputs, x, num_probes, probes, exact, probe_vectors, generator)
     return path.loss(x, v, penalty, criterion)
-
-
-class Path(NamedTuple):
-    """Which way a call of ``grokalign`` takes, and why not the fused stack."""
-
-    name: str  # "fused", "general" or "reference"
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
 
 
 def explain(
@@ -231,7 +220,8 @@ def explain(
     check_names(options)
     _inputs.check_options(penalty, 1, "gaussian", False, "mean", implementation)
     _inputs.check_x(x)
-    path = _path(model, x, penalty, forward, output, implementation, _functional.needed())
+    own_call = forward is not None or output is not None
+    path = _path.choose(model, x, penalty, implementation, _functional.needed(), own_call)
     if isinstance(path, Path):
         return path
     return Path("fused", "the model is a stack of Linear and activation layers")
@@ -249,57 +239,6 @@ def check_names(options: dict[str, Any]) -> None:
     if unknown := set(options) - _OPTIONS:
         msg = f"unknown option {min(unknown)!r}; grokalign has {', '.join(sorted(_OPTIONS))}"
         raise TypeError(msg)
-
-
-_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
-
-
-def choose_path(
-    model: Any, x: Tensor, penalty: str, implementation: str = "auto"
-) -> _stack.StackPlan | Path:
-    """The plan of the fused stack, or the path that serves instead."""
-    return _path(model, x, penalty, None, None, implementation, _functional.needed())
-
-
-def _path(
-    model: Any,
-    x: Tensor,
-    penalty: str,
-    forward: Any,
-    output: Output,
-    implementation: str,
-    functional: bool,
-) -> _stack.StackPlan | Path:
-    """The plan of the fused stack, or the path that serves instead, with the reason."""
-    if implementation == "general":
-        return Path("general", "it was asked for")
-    if implementation == "reference":
-        return Path("reference", "it was asked for")
-    if implementation == "auto" and _dispatch.implementation() == "reference":
-        return Path("reference", "NORMALIGN_IMPL asks for it")
-    reason: _stack.StackPlan | str
-    if functional:
-        reason = "torch.compile or a torch.func transform is tracing the call"
-    elif forward is not None or output is not None:
-        reason = "forward= or output= is given"
-    elif not isinstance(model, nn.Module):
-        reason = f"the model is no nn.Module, but a {type(model).__name__}"
-    elif _inputs.autocast_is_on(x.device.type):
-        reason = "autocast is on"
-    elif x.requires_grad:
-        reason = "x requires a gradient"
-    elif (kind := type(model).__name__) in _WRAPPERS:
-        reason = f"{kind} has to see the forward pass"
-    else:
-        if kind == "OptimizedModule":  # the fused stack is faster than compiled code
-            model = model._orig_mod
-        reason = _stack.plan(model, x, penalty)
-        if isinstance(reason, _stack.StackPlan):
-            return reason
-    if implementation == "native":
-        msg = f"the fused stack was asked for, but {reason}"
-        raise RuntimeError(msg)
-    return Path("general", reason)
 
 
 def _handle(generator: torch.Generator | ProbeStream | None) -> int:
