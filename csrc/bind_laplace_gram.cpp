@@ -104,6 +104,16 @@ void matvec_symmetric(int kernel, double exponent, int64_t n, int64_t c, int64_t
 }
 
 template <class T>
+void pack_lower(int64_t n, Address a, int64_t lda, double shift, Address packed, int threads) {
+  check_size("n", n);
+  check_size("lda", lda, n);
+  const T* ap = pointer<const T>("a", a, n);
+  T* lp = pointer<T>("packed", packed, n);
+  py::gil_scoped_release release;
+  cholesky_table<T>().pack(n, ap, lda, static_cast<T>(shift), lp, threads);
+}
+
+template <class T>
 py::tuple factor(int64_t n, Address packed, Address inverse, int threads) {
   check_size("n", n);
   T* lp = pointer<T>("packed", packed, n);
@@ -136,6 +146,7 @@ void bind(py::module_& m, const std::string& suffix) {
   m.def(("laplace_gram_packed" + suffix).c_str(), &gram_packed<T>);
   m.def(("laplace_matvec" + suffix).c_str(), &matvec<T>);
   m.def(("laplace_matvec_symmetric" + suffix).c_str(), &matvec_symmetric<T>);
+  m.def(("cholesky_pack" + suffix).c_str(), &pack_lower<T>);
   m.def(("cholesky_factor" + suffix).c_str(), &factor<T>);
   m.def(("cholesky_solve" + suffix).c_str(), &solve<T>);
 }

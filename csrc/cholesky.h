@@ -8,6 +8,9 @@ namespace normalign {
 
 template <class T>
 struct CholeskyOf {
+  // The lower triangle of row-major a (n, n), plus `shift` on the diagonal, into `packed`. Points
+  // that fill the last panel get the identity.
+  void (*pack)(int64_t n, const T* a, int64_t lda, T shift, T* packed, int threads);
   // In place. inverse: 48 panels elements, the reciprocals of L's diagonal. pivots[0 .. 1]: the
   // least and the greatest pivot among the first n. Returns 0, or k + 1 where pivot k fails.
   int64_t (*factor)(int64_t n, T* packed, T* inverse, T* pivots, int threads);

@@ -312,3 +312,92 @@ def cholesky_factor_f32(
 def cholesky_factor_f64(
     n: int, packed: int, inverse: int, threads: int
 ) -> tuple[int, float, float]: ...
+def rfam_project_f32(
+    m: int,
+    d: int,
+    r: int,
+    x: int,
+    ldx: int,
+    mean: int,
+    factor: int,
+    u: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def rfam_project_f64(
+    m: int,
+    d: int,
+    r: int,
+    x: int,
+    ldx: int,
+    mean: int,
+    factor: int,
+    u: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def rfam_gradient_f32(
+    machine: tuple[object, ...],
+    m: int,
+    u: int,
+    u_panels: int,
+    cotangent: int,
+    g: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def rfam_gradient_f64(
+    machine: tuple[object, ...],
+    m: int,
+    u: int,
+    u_panels: int,
+    cotangent: int,
+    g: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def rfam_attack_f32(
+    machine: tuple[object, ...],
+    loss: int,
+    select: int,
+    l2: bool,
+    iterations: int,
+    eps: int,
+    step: int,
+    lower: int,
+    upper: int,
+    m: int,
+    x: int,
+    targets: int,
+    current: int,
+    value: int,
+    zero_gradients: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def rfam_attack_f64(
+    machine: tuple[object, ...],
+    loss: int,
+    select: int,
+    l2: bool,
+    iterations: int,
+    eps: int,
+    step: int,
+    lower: int,
+    upper: int,
+    m: int,
+    x: int,
+    targets: int,
+    current: int,
+    value: int,
+    zero_gradients: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def cholesky_pack_f32(
+    n: int, a: int, lda: int, shift: float, packed: int, threads: int
+) -> None: ...
+def cholesky_pack_f64(
+    n: int, a: int, lda: int, shift: float, packed: int, threads: int
+) -> None: ...
+def rfam_attack_workspace(n: int, c: int, d: int, r: int) -> int: ...

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from normalign import compat
 from normalign._config import show_config
+from normalign.agop import agop, input_gradient
 from normalign.geometry import (
     centroid,
     centroid_alignment,
@@ -14,6 +15,8 @@ from normalign.geometry import (
 )
 from normalign.graph import graph_step
 from normalign.grokalign import explain, grokalign
+from normalign.kernel_solve import kernel_solve
+from normalign.laplace_gram import laplace_gram, laplace_matvec
 from normalign.loss import GrokAlignLoss
 from normalign.orthogonal_projection import orthogonal_projection
 
@@ -27,6 +30,7 @@ __all__ = [
     "RFAMClassifier",
     "RFAMRegressor",
     "SweepResult",
+    "agop",
     "centroid",
     "centroid_alignment",
     "certified_radius",
@@ -35,6 +39,10 @@ __all__ = [
     "explain",
     "graph_step",
     "grokalign",
+    "input_gradient",
+    "kernel_solve",
+    "laplace_gram",
+    "laplace_matvec",
     "local_robustness",
     "normal_alignment",
     "orthogonal_projection",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from normalign import _dispatch, _rfam_kernels
+from normalign._feature_space import WIDE
 from normalign._rfam_factor import initial_factor, psd_factor, scaled_to_trace
 from normalign._rfam_kernels import Kernel, Points, make_kernel
 from normalign._rfam_machine import Machine, project
@@ -91,17 +92,13 @@ def prepare(
     return Prepared(x, x_val, alpha, sample_weight, mean, factor, points, val_points)
 
 
-# Scaled coordinates beyond this lose so many digits in float32 that K does not keep 1e-6.
-_WIDE = 16.0
-
-
 def _points(
     x: Tensor, mean: Tensor, factor: Tensor, kernel: Kernel, dtype: torch.dtype | None = None
 ) -> Points:
     """The points in factor space, in float64 where float32 would not do for their range."""
     u = project(x, mean, factor, dtype or x.dtype)
     wide = dtype is None and u.dtype is torch.float32 and u.numel() > 0
-    if wide and bool(u.abs().max() * kernel.scale > _WIDE):
+    if wide and bool(u.abs().max() * kernel.scale > WIDE):
         u = project(x, mean, factor, torch.float64)
     return Points(u, kernel)
 

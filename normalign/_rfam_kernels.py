@@ -166,17 +166,55 @@ def matvec_symmetric(x: Points, coef: Tensor, threads: int) -> Tensor:
     return out[:n, :c]
 
 
+def machine_tuple(
+    z: Points, coef: Tensor, threads: int, mean: Tensor | None = None, factor: Tensor | None = None
+) -> tuple[object, ...]:
+    """What csrc/bind_rfam_attack.cpp takes for a machine; the caller keeps the tensors alive."""
+    d = 0 if mean is None else mean.shape[0]
+    return (
+        z.kernel.code, z.kernel.exponent, z.kernel.scale, z.u.shape[0], coef.shape[1], d,
+        z.u.shape[1], _address(mean), _address(factor), z.u.data_ptr(),
+        z.panels(threads).data_ptr(), coef.data_ptr(),
+    )  # fmt: skip
+
+
 def gradient(x: Points, z: Points, coef: Tensor, cotangent: Tensor, threads: int) -> Tensor:
     """Gradient of ``sum_k cotangent_k f_k`` in ``u``, shape ``(m, r)``."""
     kernel = x.kernel
     if x.gpu:
         return _rfam_cuda.gradient(x.u, z.u, coef, cotangent, kernel.length, kernel.exponent)
-    return reference.input_gradient(x.u, z.u, coef, cotangent, None, kernel.length, kernel.exponent)
+    (m, width), c = x.u.shape, coef.shape[1]
+    if min(m, width, c) == 0:
+        return torch.zeros_like(x.u)
+    if x.reason is not None:
+        return reference.input_gradient(
+            x.u, z.u, coef, cotangent, None, kernel.length, kernel.exponent
+        )
+    coef, cotangent = coef.contiguous(), cotangent.contiguous()
+    g = torch.empty_like(x.u)
+    workspace = x.u.new_empty(threads * _load._C.panel * (c + width + 1))
+    native("rfam_gradient", x.u.dtype)(
+        machine_tuple(z, coef, threads), m, x.u.data_ptr(), x.panels(threads).data_ptr(),
+        cotangent.data_ptr(), g.data_ptr(), workspace.data_ptr(), threads,
+    )  # fmt: skip
+    return g.mul_(kernel.weight_scale)
 
 
 def jacobian(x: Points, z: Points, coef: Tensor, threads: int) -> Tensor:
     """Gradients of all outputs in ``u``, shape ``(m, c, r)``."""
-    return reference.jacobian(x.u, z.u, coef, None, x.kernel.length, x.kernel.exponent)
+    if x.gpu or x.reason is not None:
+        return reference.jacobian(x.u, z.u, coef, None, x.kernel.length, x.kernel.exponent)
+    (m, width), (n, c) = x.u.shape, coef.shape
+    out = x.u.new_empty(m, c, width)
+    rows = max(1, (1 << 22) // max(1, n))  # of the weights that are alive at a time
+    for first in range(0, m, rows):
+        u = x.u[first : first + rows]
+        w = gram(Points(u, x.kernel), z, threads, weights=True)
+        own = w @ coef
+        for k in range(c):
+            moment = w @ (coef[:, k : k + 1] * z.u)
+            out[first : first + rows, k] = moment - own[:, k : k + 1] * u
+    return out
 
 
 def agop_method(m: int, n: int, c: int, width: int, square: bool) -> str:
@@ -316,11 +354,27 @@ class Factor:
             x.kernel.code, x.kernel.exponent, n, width, x.panels(threads).data_ptr(),
             _address(ridge), shift, packed.data_ptr(), threads,
         )  # fmt: skip
-        failed, least, greatest = native("cholesky_factor", x.u.dtype)(
+        return cls._factored(n, packed, inverse, threads)
+
+    @classmethod
+    def of_matrix(cls, matrix: Tensor, shift: float, threads: int) -> Factor | None:
+        """Factors the lower triangle of ``matrix`` plus ``shift`` on its diagonal."""
+        n = matrix.shape[0]
+        matrix = matrix if matrix.stride(1) == 1 or n <= 1 else matrix.contiguous()
+        rows = padded(n)
+        packed = matrix.new_empty(rows * (rows + _load._C.panel) // 2)
+        native("cholesky_pack", matrix.dtype)(
+            n, matrix.data_ptr(), max(matrix.stride(0), n), shift, packed.data_ptr(), threads
+        )
+        return cls._factored(n, packed, matrix.new_empty(rows), threads)
+
+    @classmethod
+    def _factored(cls, n: int, packed: Tensor, inverse: Tensor, threads: int) -> Factor | None:
+        failed, least, greatest = native("cholesky_factor", packed.dtype)(
             n, packed.data_ptr(), inverse.data_ptr(), threads
         )
         # A pivot within rounding of the products that it is left over from means nothing.
-        noise = torch.finfo(x.u.dtype).eps * greatest
+        noise = torch.finfo(packed.dtype).eps * greatest
         return cls(n, packed, inverse, least) if failed == 0 and least > noise else None
 
     def solve(self, targets: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from normalign import _dispatch, _rfam_kernels
+from normalign import _dispatch, _load, _rfam_kernels
 from normalign._rfam_kernels import Points, make_kernel
 
 
@@ -94,6 +94,8 @@ def project(x: Tensor, mean: Tensor, factor: Tensor, dtype: torch.dtype) -> Tens
     Laplace kernel's gradient jumps at distance 0, so that rounding which differs by place, as a
     matrix product's does, would give two copies of a point a unit vector between them.
     """
+    if x.device.type == "cpu" and _dispatch.reference_reason(x) is None:
+        return _project_native(x.to(dtype), mean.to(dtype), factor.to(dtype))
     mean, factor = mean.double(), factor.double()
     if dtype == torch.float64:  # one column at a time: every row sums in the same order
         out = x.new_zeros(x.shape[0], factor.shape[1], dtype=dtype)
@@ -103,3 +105,17 @@ def project(x: Tensor, mean: Tensor, factor: Tensor, dtype: torch.dtype) -> Tens
     # What differs by place is 1e-16 here, and the rounding to 1e-7 takes it away.
     blocks = [((rows.double() - mean) @ factor).to(dtype) for rows in x.split(8192)]
     return torch.cat(blocks)
+
+
+def _project_native(x: Tensor, mean: Tensor, factor: Tensor) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    mean, factor = mean.contiguous(), factor.contiguous()
+    (m, d), r, threads = x.shape, factor.shape[1], _dispatch.threads()
+    u = x.new_empty(m, r)
+    if u.numel():
+        workspace = x.new_empty(threads * _load._C.panel * (d + r))
+        _rfam_kernels.native("rfam_project", x.dtype)(
+            m, d, r, x.data_ptr(), x.stride(0), mean.data_ptr(), factor.data_ptr(), u.data_ptr(),
+            workspace.data_ptr(), threads,
+        )  # fmt: skip
+    return u

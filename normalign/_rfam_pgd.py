@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from normalign import _dispatch, _load
 from normalign._checks import check_choice, check_count, check_shape
+from normalign._rfam_kernels import machine_tuple, native
 from normalign._rfam_machine import Machine
 
 LOSSES = ("mse", "margin", "cross_entropy")
@@ -105,6 +107,9 @@ def pgd(
         msg = "eps and step must be numbers with norm='l2', got a tensor"
         raise TypeError(msg)
     current = x.clone() if start is None else start.clone()
+    if x.device.type == "cpu" and machine.packed.reason is None:
+        bounds = (lower, upper)
+        return _native(machine, x, targets, current, eps, step, iters, loss, norm, bounds, select)
     value = x.new_full((x.shape[0],), -torch.inf)
     best = current.clone()
     zero = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
@@ -131,3 +136,45 @@ def pgd(
         if upper is not None:
             current = torch.minimum(current, upper)
     return Attack(best, value, zero)
+
+
+def _native(
+    machine: Machine,
+    x: Tensor,
+    targets: Tensor,
+    current: Tensor,
+    eps: float | Tensor,
+    step: float | Tensor,
+    iters: int,
+    loss: str,
+    norm: str,
+    bounds: tuple[Tensor | None, Tensor | None],
+    select: str,
+) -> Attack:
+    """The whole attack in one call."""
+    dtype, (m, d) = machine.points.dtype, x.shape
+    c, threads = machine.dual_coef.shape[1], _dispatch.threads()
+
+    def vector(value: float | Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=dtype).expand(d).contiguous()
+
+    clean, targets = x.to(dtype).contiguous(), targets.to(dtype).contiguous()
+    current = current.to(dtype).contiguous()
+    eps, step = vector(eps), vector(step)
+    lower, upper = (None if b is None else vector(b) for b in bounds)
+    mean = machine.mean.to(dtype).contiguous()
+    factor = machine.factor.to(dtype).contiguous()
+    coef = machine.dual_coef.contiguous()
+    value = clean.new_empty(m)
+    zero = torch.empty(m, dtype=torch.int64)
+    if m:
+        size = _load._C.rfam_attack_workspace(machine.points.shape[0], c, d, factor.shape[1])
+        workspace = clean.new_empty(threads * size)
+        native("rfam_attack", dtype)(
+            machine_tuple(machine.packed, coef, threads, mean, factor), LOSSES.index(loss),
+            SELECT.index(select), norm == "l2", iters, eps.data_ptr(), step.data_ptr(),
+            0 if lower is None else lower.data_ptr(), 0 if upper is None else upper.data_ptr(), m,
+            clean.data_ptr(), targets.data_ptr(), current.data_ptr(), value.data_ptr(),
+            zero.data_ptr(), workspace.data_ptr(), threads,
+        )  # fmt: skip
+    return Attack(current.to(x.dtype), value.to(x.dtype), zero)

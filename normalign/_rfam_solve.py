@@ -132,11 +132,11 @@ def _with_jitter(
         if factor is not None:
             warn_jitter(jitter, reg)
             return Solution(x, factor.solve(targets), jitter)
-    raise ValueError(_FAILED)
+    raise ValueError(FAILED)
 
 
 _EPS = torch.finfo(torch.float32).eps
-_FAILED = "the kernel matrix could not be factored; does the input hold NaN or infinity?"
+FAILED = "the kernel matrix could not be factored; does the input hold NaN or infinity?"
 
 
 def solve_gram(
@@ -156,4 +156,4 @@ def solve_gram(
             if jitter:
                 warn_jitter(jitter, reg)
             return torch.cholesky_solve(targets, factor), jitter
-    raise ValueError(_FAILED)
+    raise ValueError(FAILED)

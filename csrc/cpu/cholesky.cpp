@@ -114,6 +114,20 @@ int64_t finish_diagonal(T* packed, T* inverse, T* pivots, int64_t i, int64_t fir
 }
 
 template <class T>
+void pack(int64_t n, const T* a, int64_t lda, T shift, T* packed, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && n > 128)
+  for (int64_t i = 0; i < panels_of(n); ++i) {
+    T* panel = packed + panel_start(i);
+    for (int64_t l = 0; l < P; ++l) {
+      const int64_t row = i * P + l;
+      for (int64_t k = 0; k < (i + 1) * P; ++k)
+        panel[k * P + l] = row < n && k <= row ? a[row * lda + k] : T(0);
+      panel[row * P + l] = row < n ? panel[row * P + l] + shift : T(1);
+    }
+  }
+}
+
+template <class T>
 int64_t factor(int64_t n, T* packed, T* inverse, T* pivots, int threads) {
   const int64_t count = panels_of(n);
   pivots[0] = T(1e30);
@@ -185,7 +199,7 @@ void solve(int64_t n, int64_t c, const T* packed, const T* inverse, T* rhs, int6
 
 }  // namespace
 
-extern const CholeskyTable NORMALIGN_VARIANT(cholesky) = {{factor<float>, solve<float>},
-                                                          {factor<double>, solve<double>}};
+extern const CholeskyTable NORMALIGN_VARIANT(cholesky) = {
+    {pack<float>, factor<float>, solve<float>}, {pack<double>, factor<double>, solve<double>}};
 
 }  // namespace normalign

@@ -1,0 +1,279 @@
+#include "rfam_attack.h"
+
+#include "point_panel.h"
+#include "threads.h"
+
+namespace normalign {
+namespace {
+
+// All arrays of one block of 48 points are [row][lane].
+
+// xc (d, P) -> u (r, P). Sums of 64 terms at a time keep long ones accurate.
+template <class T>
+void project_lanes(int64_t d, int64_t r, const T* xc, const T* factor, T* u) {
+  constexpr int64_t depth = 64;
+  for (int64_t e = 0; e < r * P; ++e) u[e] = T(0);
+  for (int64_t from = 0; from < d; from += depth)
+    multiply<T, Store::add>(r, P, least(depth, d - from), factor + from * r, 1, r, xc + from * P, P,
+                            u, P);
+}
+
+template <class T>
+void project(int64_t m, int64_t d, int64_t r, const T* x, int64_t ldx, const T* mean,
+             const T* factor, T* u, T* workspace, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && m * d > 16384)
+  for (int64_t i = 0; i < panels_of(m); ++i) {
+    T* xc = workspace + thread_index() * P * (d + r);
+    T* lanes = xc + P * d;
+    const int64_t rows = least(P, m - i * P);
+    for (int64_t t = 0; t < d; ++t) {
+      for (int64_t l = 0; l < rows; ++l) xc[t * P + l] = x[(i * P + l) * ldx + t] - mean[t];
+      for (int64_t l = rows; l < P; ++l) xc[t * P + l] = T(0);
+    }
+    project_lanes(d, r, xc, factor, lanes);
+    for (int64_t l = 0; l < rows; ++l)
+      for (int64_t t = 0; t < r; ++t) u[(i * P + l) * r + t] = lanes[t * P + l];
+  }
+}
+
+// Adds one tile to g (r, P): sum_j W_j (sum_k v_k a_jk) z_j, and the sum of its weights to `total`.
+// w becomes scratch.
+template <class T>
+void add_gradient(const AttackedMachine<T>& machine, int64_t j, int64_t columns, const T* v,
+                  const T* w, T* g, T* total) {
+  constexpr int W = Simd<T>::width;
+  alignas(64) T s[P * P];
+  multiply<T, Store::set>(columns, P, machine.c, machine.coef + j * P * machine.c, machine.c, 1, v,
+                          P, s, P);
+  for (int l = 0; l < P; l += W) {
+    auto sum = load(total + l);
+    for (int64_t a = 0; a < columns; ++a) {
+      const auto product = load(s + a * P + l) * load(w + a * P + l);
+      sum += product;
+      store(s + a * P + l, product);
+    }
+    store(total + l, sum);
+  }
+  multiply<T, Store::add>(machine.r, P, columns, machine.z + j * P * machine.r, 1, machine.r, s, P,
+                          g, P);
+}
+
+template <class T>
+void gradient(const AttackedMachine<T>& machine, int64_t m, const T* u, const T* u_panels,
+              const T* cotangent, T* out, T* workspace, int threads) {
+  const int64_t c = machine.c, r = machine.r;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < panels_of(m); ++i) {
+    alignas(64) T w[P * P];
+    T* v = workspace + thread_index() * P * (c + r + 1);
+    T *g = v + c * P, *total = g + r * P;
+    const int64_t rows = least(P, m - i * P);
+    for (int64_t k = 0; k < c; ++k)
+      for (int64_t l = 0; l < P; ++l)
+        v[k * P + l] = l < rows ? cotangent[(i * P + l) * c + k] : T(0);
+    for (int64_t e = 0; e < (r + 1) * P; ++e) g[e] = T(0);
+    for (int64_t j = 0; j < panels_of(machine.n); ++j) {
+      const int64_t columns = least(P, machine.n - j * P);
+      pair_tile<T>(static_cast<Kernel>(machine.kernel), r, u_panels + i * r * P,
+                   machine.z_panels + j * r * P, columns, machine.exponent, nullptr, w);
+      add_gradient(machine, j, columns, v, w, g, total);
+    }
+    for (int64_t l = 0; l < rows; ++l)
+      for (int64_t t = 0; t < r; ++t)
+        out[(i * P + l) * r + t] = g[t * P + l] - total[l] * u[(i * P + l) * r + t];
+  }
+}
+
+// --- losses of one block: f, target, v are (c, P)
+
+// Index of the largest of `values` over k, other than `without` (-1: none), for one lane.
+template <class T>
+int64_t largest(int64_t c, const T* values, int64_t lane, int64_t without) {
+  int64_t best = without == 0 ? 1 : 0;
+  for (int64_t k = best + 1; k < c; ++k)
+    if (k != without && values[k * P + lane] > values[best * P + lane]) best = k;
+  return best;
+}
+
+template <class T>
+T margin_of(int64_t c, const T* f, int64_t lane, int64_t label) {
+  if (c < 2) return -T(__builtin_inf());
+  return f[largest(c, f, lane, label) * P + lane] - f[label * P + lane];
+}
+
+// The gradient v of the loss in f (up to a positive factor), and its value.
+template <class T>
+void loss_of(Loss loss, int64_t c, const T* f, const T* target, T* v, T* value) {
+  constexpr int W = Simd<T>::width;
+  if (loss == Loss::mse) {
+    for (int64_t l = 0; l < P; ++l) value[l] = T(0);
+    for (int64_t k = 0; k < c; ++k)
+      for (int64_t l = 0; l < P; ++l) {
+        const T residual = f[k * P + l] - target[k * P + l];
+        v[k * P + l] = residual;
+        value[l] += residual * residual;
+      }
+    return;
+  }
+  if (loss == Loss::cross_entropy) {
+    for (int l = 0; l < P; l += W) {
+      auto top = load(f + l);
+      for (int64_t k = 1; k < c; ++k) top = at_least(load(f + k * P + l), top);
+      typename Simd<T>::V sum{};
+      for (int64_t k = 0; k < c; ++k) {
+        const auto e = vexp<T>(load(f + k * P + l) - top);
+        store(v + k * P + l, e);
+        sum += e;
+      }
+      for (int64_t k = 0; k < c; ++k) store(v + k * P + l, load(v + k * P + l) / sum);
+      store(value + l, top + vlog2<T>(sum) * T(0.6931471805599453));
+    }
+  } else {
+    for (int64_t e = 0; e < c * P; ++e) v[e] = T(0);
+  }
+  for (int64_t l = 0; l < P; ++l) {
+    const int64_t label = largest(c, target, l, -1);
+    if (loss == Loss::margin) {
+      value[l] = margin_of(c, f, l, label);
+      if (c > 1) v[largest(c, f, l, label) * P + l] = T(1);
+    } else {
+      value[l] -= f[label * P + l];
+    }
+    v[label * P + l] -= T(1);
+  }
+}
+
+// One step from `current` along g, back into the ball around x and the bounds.
+template <class T>
+void step_to(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T* current) {
+  alignas(64) T factor[P], back[P];
+  if (s.l2) {
+    T size[P], norm[P];
+    for (int64_t l = 0; l < P; ++l) size[l] = norm[l] = back[l] = T(0);
+    for (int64_t t = 0; t < d; ++t)
+      for (int64_t l = 0; l < P; ++l) {
+        const T a = g[t * P + l] < 0 ? -g[t * P + l] : g[t * P + l];
+        size[l] = a > size[l] ? a : size[l];
+      }
+    for (int64_t l = 0; l < P; ++l) size[l] = size[l] > 0 ? T(1) / size[l] : T(0);
+    for (int64_t t = 0; t < d; ++t)
+      for (int64_t l = 0; l < P; ++l)
+        norm[l] += (g[t * P + l] * size[l]) * (g[t * P + l] * size[l]);
+    for (int64_t l = 0; l < P; ++l)
+      factor[l] = norm[l] > 0 ? s.step[0] * size[l] / T(__builtin_sqrt(norm[l])) : T(0);
+    for (int64_t t = 0; t < d; ++t)
+      for (int64_t l = 0; l < P; ++l) {
+        const T move = current[t * P + l] + factor[l] * g[t * P + l] - x[t * P + l];
+        back[l] += move * move;
+      }
+    for (int64_t l = 0; l < P; ++l) {
+      const T length = T(__builtin_sqrt(back[l]));
+      back[l] = length > s.eps[0] ? s.eps[0] / length : T(1);
+    }
+  }
+  for (int64_t t = 0; t < d; ++t) {
+    const T eps = s.l2 ? T(0) : s.eps[t], step = s.l2 ? T(0) : s.step[t];
+    for (int64_t l = 0; l < P; ++l) {
+      const int64_t e = t * P + l;
+      T move;
+      if (s.l2) {
+        move = (current[e] + factor[l] * g[e] - x[e]) * back[l];
+      } else {
+        const T sign = T(g[e] > 0) - T(g[e] < 0);
+        move = current[e] + step * sign - x[e];
+        move = move < -eps ? -eps : move > eps ? eps : move;
+      }
+      T to = x[e] + move;
+      if (s.lower) to = to < s.lower[t] ? s.lower[t] : to;
+      if (s.upper) to = to > s.upper[t] ? s.upper[t] : to;
+      current[e] = to;
+    }
+  }
+}
+
+template <class T>
+void attack_block(const AttackedMachine<T>& machine, const AttackSettings<T>& settings,
+                  int64_t rows, const T* x_rows, const T* targets, T* current_rows, T* value_rows,
+                  int64_t* zero_rows, T* p) {
+  const int64_t n = machine.n, c = machine.c, d = machine.d, r = machine.r;
+  T* weights = p;  // (48 panels, P)
+  T *x = weights + panels_of(n) * P * P, *current = x + d * P, *best = current + d * P;
+  T *centred = best + d * P, *g_x = centred + d * P, *u = g_x + d * P, *scaled = u + r * P;
+  T *g = scaled + r * P, *f = g + r * P, *target = f + c * P, *v = target + c * P;
+  alignas(64) T tile[P * P], total[P], value[P], reached[P];
+  int64_t zero[P], label[P];
+  for (int64_t t = 0; t < d; ++t)
+    for (int64_t l = 0; l < P; ++l) {
+      x[t * P + l] = l < rows ? x_rows[l * d + t] : machine.mean[t];
+      current[t * P + l] = best[t * P + l] = l < rows ? current_rows[l * d + t] : machine.mean[t];
+    }
+  for (int64_t k = 0; k < c; ++k)
+    for (int64_t l = 0; l < P; ++l) target[k * P + l] = l < rows ? targets[l * c + k] : T(0);
+  for (int64_t l = 0; l < P; ++l) {
+    value[l] = -T(__builtin_inf());
+    zero[l] = 0;
+    label[l] = largest(c, target, l, -1);
+  }
+  for (int64_t iteration = 0; iteration <= settings.iterations; ++iteration) {
+    const bool last = iteration == settings.iterations;
+    for (int64_t t = 0; t < d; ++t)
+      for (int64_t l = 0; l < P; ++l) centred[t * P + l] = current[t * P + l] - machine.mean[t];
+    project_lanes(d, r, centred, machine.factor, u);
+    for (int64_t e = 0; e < r * P; ++e) scaled[e] = u[e] * machine.scale;
+    for (int64_t e = 0; e < c * P; ++e) f[e] = T(0);
+    for (int64_t j = 0; j < panels_of(n); ++j) {
+      const int64_t columns = least(P, n - j * P);
+      pair_tile<T>(static_cast<Kernel>(machine.kernel), r, scaled, machine.z_panels + j * r * P,
+                   columns, machine.exponent, tile, last ? nullptr : weights + j * P * P);
+      multiply<T, Store::add>(c, P, columns, machine.coef + j * P * c, 1, c, tile, P, f, P);
+    }
+    loss_of(settings.loss, c, f, target, v, reached);
+    for (int64_t l = 0; settings.select == Select::margin && l < P; ++l)
+      reached[l] = margin_of(c, f, l, label[l]);
+    for (int64_t l = 0; l < P; ++l) {
+      if (!(reached[l] > value[l] || settings.select == Select::last)) continue;
+      value[l] = reached[l];
+      for (int64_t t = 0; t < d; ++t) best[t * P + l] = current[t * P + l];
+    }
+    if (last) break;
+    for (int64_t e = 0; e < r * P; ++e) g[e] = T(0);
+    for (int64_t l = 0; l < P; ++l) total[l] = T(0);
+    for (int64_t j = 0; j < panels_of(n); ++j)
+      add_gradient(machine, j, least(P, n - j * P), v, weights + j * P * P, g, total);
+    for (int64_t t = 0; t < r; ++t)
+      for (int64_t l = 0; l < P; ++l) g[t * P + l] -= total[l] * u[t * P + l];
+    multiply<T, Store::set>(d, P, r, machine.factor, r, 1, g, P, g_x, P);
+    for (int64_t l = 0; l < P; ++l) {
+      bool any = false;
+      for (int64_t t = 0; t < d; ++t) any = any || g_x[t * P + l] != 0;
+      zero[l] += !any;
+    }
+    step_to(settings, d, x, g_x, current);
+  }
+  for (int64_t l = 0; l < rows; ++l) {
+    for (int64_t t = 0; t < d; ++t) current_rows[l * d + t] = best[t * P + l];
+    value_rows[l] = value[l];
+    zero_rows[l] = zero[l];
+  }
+}
+
+template <class T>
+void attack(const AttackedMachine<T>& machine, const AttackSettings<T>& settings, int64_t m,
+            const T* x, const T* targets, T* current, T* value, int64_t* zero_gradients,
+            T* workspace, int threads) {
+  const int64_t size = attack_workspace(machine.n, machine.c, machine.d, machine.r);
+  const int64_t d = machine.d;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < panels_of(m); ++i)
+    attack_block(machine, settings, least(P, m - i * P), x + i * P * d, targets + i * P * machine.c,
+                 current + i * P * d, value + i * P, zero_gradients + i * P,
+                 workspace + thread_index() * size);
+}
+
+}  // namespace
+
+extern const AttackTable NORMALIGN_VARIANT(rfam_attack) = {
+    {project<float>, gradient<float>, attack<float>},
+    {project<double>, gradient<double>, attack<double>}};
+
+}  // namespace normalign

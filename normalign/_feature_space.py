@@ -1,0 +1,86 @@
+"""Inputs of the kernel ops: checks, and the way into factor space."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from normalign import _dispatch
+from normalign._checks import check_float, check_like, check_shape
+from normalign._rfam_factor import psd_factor
+from normalign._rfam_kernels import Kernel, Points
+from normalign._rfam_machine import project
+
+# Scaled coordinates beyond this lose so many digits in float32 that K does not keep 1e-6.
+WIDE = 16.0
+
+
+def runs_natively(*tensors: Tensor) -> bool:
+    """Whether the CPU kernels serve.
+
+    Raises:
+        RuntimeError: native was asked for and is not available.
+    """
+    on_cpu = all(t.device.type == "cpu" for t in tensors)
+    return _dispatch.reference_reason(*tensors) is None and on_cpu
+
+
+def check_points(x: Tensor, z: Tensor, feature_matrix: Tensor | None) -> None:
+    """Shapes ``(m, d)``, ``(n, d)``, ``(d, d)``, one dtype and device."""
+    check_float("x", x)
+    check_float("z", z)
+    check_shape("x", x, (None, None))
+    if z.ndim == 2 and z.shape[1] != x.shape[1]:
+        msg = f"z must have {x.shape[1]} columns to match x, got {z.shape[1]}"
+        raise ValueError(msg)
+    check_shape("z", z, (None, x.shape[1]))
+    check_like("z", z, "x", x)
+    if feature_matrix is not None:
+        check_float("feature_matrix", feature_matrix)
+        check_shape("feature_matrix", feature_matrix, (x.shape[1], x.shape[1]))
+        check_like("feature_matrix", feature_matrix, "x", x)
+
+
+def factor_of(feature_matrix: Tensor | None, d: int) -> Tensor:
+    """``F`` with ``F F^T = M``, float64; the identity for None.
+
+    Raises:
+        ValueError: ``M`` is not positive semi-definite, to 1e-4 of its norm.
+    """
+    if feature_matrix is None:
+        return torch.eye(d, dtype=torch.float64)
+    matrix = feature_matrix.double()
+    matrix = (matrix + matrix.T) / 2
+    if not bool(torch.isfinite(matrix).all()):
+        msg = "feature_matrix must be finite, got NaN or infinity"
+        raise ValueError(msg)
+    factor = psd_factor(matrix)
+    if not bool((factor @ factor.T - matrix).norm() <= 1e-4 * matrix.norm()):
+        msg = "feature_matrix must be positive semi-definite, got a negative eigenvalue"
+        raise ValueError(msg)
+    return factor
+
+
+def centre_of(z: Tensor) -> Tensor:
+    """A point in the middle of the finite values: subtracting it keeps float32 exact."""
+    values = torch.where(torch.isfinite(z), z, torch.nan)
+    return torch.nanmean(values, 0).nan_to_num() if z.shape[0] else z.new_zeros(z.shape[1])
+
+
+def into_factor_space(
+    x: Tensor, z: Tensor, factor: Tensor, kernel: Kernel
+) -> tuple[Points, Points]:
+    """``(x - centre) F`` and ``(z - centre) F``: float64 where float32 would not do.
+
+    One object twice where x and z are one tensor.
+    """
+    mean, dtype = centre_of(z), x.dtype
+    same = x is z
+    u, v = project(x, mean, factor, dtype), project(z, mean, factor, dtype)
+    if dtype is torch.float32 and u.numel() and v.numel():
+        reach = torch.maximum(u.abs().max(), v.abs().max()) * kernel.scale
+        if bool(reach > WIDE):
+            u = project(x, mean, factor, torch.float64)
+            v = project(z, mean, factor, torch.float64)
+    left = Points(u, kernel)
+    return left, left if same else Points(v, kernel)
