@@ -112,7 +112,10 @@ class _Workspace:
 
     def __init__(self, size: int, spares: list[Tensor]) -> None:
         self.spares = spares
-        self.memory = spares.pop() if spares else torch.empty(size, dtype=torch.uint8)
+        try:  # another thread may take the last one between a look and the pop
+            self.memory = spares.pop()
+        except IndexError:
+            self.memory = torch.empty(size, dtype=torch.uint8)
         if self.memory.shape[0] < size:
             self.memory = torch.empty(size, dtype=torch.uint8)
 

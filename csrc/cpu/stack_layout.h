@@ -11,7 +11,7 @@ namespace {
 // weights are packed piece by piece while they are used, and threads share every product.
 constexpr int64_t kResidentBytes = 8 << 20;
 constexpr int64_t kResidentStackedRows = 224;  // rows of all groups of a block
-constexpr int64_t kStreamedRows = 512;
+constexpr int64_t kStreamedStackedRows = 1024;
 constexpr int64_t kDepth = 256;      // columns of A in one piece of a streamed product
 constexpr int64_t kGroupPanels = 8;  // panels of B packed together
 
@@ -67,8 +67,8 @@ struct Layout {
     offset_chain = s.penalty == StackPenalty::joint && has_bias && probes > 0;
     groups = 1 + probes + (offset_chain ? 1 : 0);
     resident = pack * static_cast<int64_t>(sizeof(T)) <= kResidentBytes;
-    const int64_t most =
-        resident ? larger(kResidentStackedRows / groups, kTileRows) : kStreamedRows;
+    const int64_t stacked = resident ? kResidentStackedRows : kStreamedStackedRows;
+    const int64_t most = larger(stacked / groups, kTileRows);
     blocks = ceil_div(batch, most);
     if (resident && blocks > 1) blocks += blocks % 2;  // even: two threads get equal shares
     block_rows = ceil_div(batch, larger(blocks, 1));
