@@ -211,7 +211,7 @@ def main() -> None:
     if args.data is not None:
         tables += archive_tables(args.data, args.tables)
     if args.tabarena is not None:
-        tables += [t for t in csv_gz_tables(args.tabarena) if t.classes]
+        tables += [t for t in csv_gz_tables(args.tabarena, args.tables) if t.classes]
     published_path = args.published
     if published_path is None and args.data is not None:
         published_path = args.data.parent / "fd-published.tsv"

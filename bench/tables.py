@@ -116,7 +116,9 @@ def published_results(path: str | pathlib.Path) -> dict[tuple[str, float], dict[
     return results
 
 
-def csv_gz_tables(folder: str | pathlib.Path, seed: int = 0) -> Iterator[Table]:
+def csv_gz_tables(
+    folder: str | pathlib.Path, names: list[str] | None = None, seed: int = 0
+) -> Iterator[Table]:
     """Yields the tables of a folder of ``NAME.csv.gz`` files with the column ``target``.
 
     Text columns become one column per value. Features are standardised, and the splits (half and
@@ -129,6 +131,8 @@ def csv_gz_tables(folder: str | pathlib.Path, seed: int = 0) -> Iterator[Table]:
             kinds[row["name"]] = row.get("problem", "")
     for path in sorted(folder.glob("*.csv.gz")):
         name = path.name.removesuffix(".csv.gz")
+        if names is not None and name not in names:
+            continue
         with gzip.open(path, "rt", newline="") as stream:
             header, *rows = csv.reader(io.StringIO(stream.read()))
         columns = dict(zip(header, zip(*rows, strict=True), strict=True))
