@@ -98,8 +98,14 @@ def emulated_gpu() -> Iterator[None]:
 
 
 def gpu_devices() -> list[str]:
-    """Where the tests of CUDA kernels run: on the host machine if it was built, and on a GPU."""
-    devices = [] if load_emulator() else ["emulated"]
+    """Where the tests of CUDA kernels run: on the host machine if it was built, and on a GPU.
+
+    With ``NORMALIGN_NEED_EMU=1`` a missing host machine is an error.
+    """
+    error = load_emulator()
+    if error is not None and os.environ.get("NORMALIGN_NEED_EMU") == "1":
+        raise RuntimeError(error)
+    devices = [] if error is not None else ["emulated"]
     if torch.cuda.is_available() and _load._cuda is not None:
         devices.append("cuda")
     return devices
