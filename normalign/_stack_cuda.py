@@ -1,8 +1,9 @@
 """The fused stack on a GPU: one first-order autograd function over the CUDA kernels.
 
-A small stack runs in four launches, with each block of rows in shared memory; a wide one leaves
-the products to torch, with one kernel for everything between two of them. Nothing synchronises and
-nothing is allocated outside torch, so a step can be captured in a CUDA graph.
+A small stack runs in four launches, with each block of rows in shared memory. A wide one, and the
+joint penalty, leave the products to torch, with one kernel for everything between two of them.
+Nothing synchronises and nothing is allocated outside torch, so a step can be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from normalign import _gpu
 
-PENALTIES = ("orthogonal", "jacobian")
+PENALTIES = ("orthogonal", "jacobian", "joint")
 # Must agree with csrc/cuda/stack.h.
 _FORWARD, _ADJOINT, _TANGENT, _BACKWARD = range(4)
 _FLAT = (0, 1, 2)  # activations whose second derivative is 0: identity, relu, leaky relu
@@ -60,9 +61,10 @@ class GpuStack:
         parameters: list[Tensor | None] = []
         for m in self.linears:
             parameters += (m.weight, m.bias)
-        small = self.native(x.device).fits(x.element_size())
+        small = penalty != "joint" and self.native(x.device).fits(x.element_size())
         run: _Small | _Wide = _Small(self) if small else _Wide(self)
         run.project = penalty == "orthogonal"
+        run.joint = penalty == "joint"
         run.tangent = torch.is_grad_enabled() and any(
             p is not None and p.requires_grad for p in parameters
         )
@@ -75,6 +77,7 @@ class _Small:
 
     project = True
     tangent = True
+    joint = False
 
     def __init__(self, stack: GpuStack) -> None:
         self.stack = stack
@@ -126,6 +129,7 @@ class _Wide:
 
     project = True
     tangent = True
+    joint = False
 
     def __init__(self, stack: GpuStack) -> None:
         self.stack = stack
@@ -178,6 +182,11 @@ class _Wide:
             u[l] = product if curved[l - 1] else None
         assert weights[0] is not None
         r, penalty = self.residual(x, s[1] @ weights[0], count)
+        self.root, self.offsets = None, []
+        if self.joint:
+            self.root = penalty.clamp_min(0).sqrt()  # of the mean over the probes
+            self.offsets = self.offset(parameters, z, batch)
+            penalty = self.root.to(x.dtype) + self.offsets[-1].square().sum(1)
         t = [r]
         cross: list[Tensor | None] = [None] * (last + 1)
         for l in range(1, last if self.tangent else 0):  # noqa: E741
@@ -189,11 +198,34 @@ class _Wide:
         self.kept = (a, z, s, t, cross)
         return logits, penalty
 
+    def offset(self, parameters: _Parameters, z: list[Tensor], batch: int) -> list[Tensor]:
+        """``f(x) - J x`` of a piecewise linear stack, and what leads to it: entry l is behind l.
+
+        What remains of the forward pass when the input is 0 and every slope is kept.
+        """
+        weights, biases = parameters[0::2], parameters[1::2]
+        found: list[Tensor] = [z[0].new_empty(0)]  # nothing enters
+        for l in range(1, len(weights) + 1):  # noqa: E741
+            weight, bias = weights[l - 1], biases[l - 1]
+            assert weight is not None
+            if l == 1:
+                step = weight.new_zeros(batch, weight.shape[0])
+                step = step if bias is None else step + bias
+            else:
+                step = found[-1] @ weight.T
+                step = step if bias is None else step.add_(bias)
+            if l < len(weights):
+                step = self.stage(_ADJOINT, l, step, step, z=z[l])
+            found.append(step)
+        return found
+
     def residual(self, x: Tensor, g: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """``r`` of every probe and sample, and the mean of ``|r|^2`` over the probes."""
         batch, d = x.shape
         if not self.project:
-            return g, g.square().sum(1).view(count, batch).mean(0)
+            # The root of tiny squares must not vanish, so they are summed in float64.
+            square = g.double().square() if self.joint else g.square()
+            return g, square.sum(1).view(count, batch).mean(0)
         r, norms = torch.empty_like(g), g.new_empty(count, batch)
         f = getattr(_gpu.module(x.device), f"orthogonal_projection_{_suffix(x)}")
         for p in range(count):
@@ -221,6 +253,9 @@ class _Wide:
         row_factor: Tensor | None = None
         if of_penalty is not None:
             row_factor = of_penalty * factor
+            if self.root is not None:
+                half = torch.where(self.root > 0, 0.5 / self.root, 0.0 * self.root)
+                row_factor = (row_factor * half).to(x.dtype)
             if row_factor.dim() == 1:
                 row_factor = row_factor.repeat(count).unsqueeze(1)
         for l in range(last, 0, -1):  # noqa: E741
@@ -246,7 +281,34 @@ class _Wide:
                 _BACKWARD, l - 1, product, product, z=z[l - 1], cross=term,
                 of_penalty=of_penalty, factor=factor,
             )  # fmt: skip
+        if self.offsets and of_penalty is not None:
+            # The factor holds 2 / probes for the norms; the offset's square wants 2.
+            weighted = of_penalty * (factor * count)
+            self.offset_gradients(parameters, z, weighted, grads)
         return grads
+
+    def offset_gradients(
+        self,
+        parameters: _Parameters,
+        z: list[Tensor],
+        weighted: Tensor,
+        grads: list[Tensor | None],
+    ) -> None:
+        """Adds the gradient of ``|f(x) - J x|^2``: a backward pass through ``offset``."""
+        if weighted.dim() == 1:
+            weighted = weighted.unsqueeze(1)
+        e = self.offsets[-1] * weighted
+        for l in range(len(self.offsets) - 1, 0, -1):  # noqa: E741
+            weight, at = parameters[2 * (l - 1)], 2 * (l - 1)
+            assert weight is not None
+            to_weight, to_bias = grads[at], grads[at + 1]
+            if to_weight is not None and l > 1:
+                to_weight.addmm_(e.T, self.offsets[l - 1])
+            if to_bias is not None:
+                to_bias.add_(e.sum(0))
+            if l > 1:
+                product = e @ weight
+                e = self.stage(_ADJOINT, l - 1, product, product, z=z[l - 1])
 
 
 class _Function(torch.autograd.Function):

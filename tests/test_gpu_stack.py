@@ -198,10 +198,48 @@ def test_a_changed_weight_is_an_error(device, way):
         (logits.sum() + value).backward()
 
 
-def test_joint_takes_the_general_path_with_the_reason(device):
-    model = _mlp([5, 12, 3]).to(device)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("activation", ["relu", "leaky"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_joint(device, dtype, reduction, activation, bias):
+    for widths, probes in (([6, 9, 8, 4], 1), ([6, 9, 4], 3), ([5, 3], 2)):
+        x, v = _data(widths[0], widths[-1], 10, dtype, device, probes)
+        _check(_mlp(widths, activation, bias), x, v, "joint", reduction)
+
+
+@pytest.mark.parametrize("parts", ["logits", "penalty"])
+def test_joint_with_a_missing_gradient(device, parts):
+    x, probes = _data(6, 4, 10, torch.float64, device)
+    _check(_mlp([6, 9, 7, 4]), x, probes, "joint", parts=parts)
+
+
+def test_joint_of_a_dead_net_and_of_tiny_weights(device):
+    """J = 0 has gradient 0 under the root; small weights still have one."""
     x, probes = _data(5, 3, 9, torch.float32, device)
-    with pytest.raises(RuntimeError, match="joint penalty is not fused on a GPU"):
+    model = _mlp([5, 12, 3]).to(device)
+    with torch.no_grad():
+        model[0].bias.fill_(-100.0)
+    _, value = normalign.grokalign(
+        model, x, penalty="joint", probe_vectors=probes, implementation="native"
+    )
+    value.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    tiny = _mlp([5, 12, 12, 3], bias=False).to(device)
+    with torch.no_grad():
+        for p in tiny.parameters():
+            p.mul_(1e-8)
+    _, value = normalign.grokalign(
+        tiny, x, penalty="joint", probe_vectors=probes, implementation="native"
+    )
+    value.backward()
+    assert tiny[0].weight.grad.abs().max().item() > 0
+
+
+def test_joint_of_a_curved_net_takes_the_general_path(device):
+    model = _mlp([5, 12, 3], "gelu").to(device)
+    x, probes = _data(5, 3, 9, torch.float32, device)
+    with pytest.raises(RuntimeError, match="joint penalty's offset is fused for piecewise linear"):
         normalign.grokalign(
             model, x, penalty="joint", probe_vectors=probes, implementation="native"
         )
