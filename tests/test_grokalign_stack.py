@@ -130,6 +130,7 @@ def test_equals_double_backward(isa, dtype, activation, penalty):
     ("widths", "batch"),
     [
         ([43, 200, 200, 2], 300),  # several blocks of rows
+        ([10, 20, 2], 1300),  # several lanes of blocks
         ([700, 800, 40], 70),  # weights packed piece by piece, more columns than one piece
         ([1000, 600], 600),  # one layer, several streamed blocks
     ],
@@ -142,17 +143,19 @@ def test_blocks_pieces_and_threads(isa, penalty, threads, widths, batch):
         check(model, x, torch.randn(1, batch, widths[-1], dtype=torch.float64), penalty)
 
 
-def test_threads_change_no_bit():
-    model, x = stack([43, 200, 200, 2], dtype=torch.float32), torch.randn(500, 43)
-    v = torch.randn(1, 500, 2)
+@pytest.mark.parametrize("batch", [300, 1200])  # blocks of one and of several lanes
+def test_threads_change_no_bit(batch):
+    model, x = stack([43, 70, 50, 2], dtype=torch.float32), torch.randn(batch, 43)
+    v = torch.randn(1, batch, 2)
     results = []
-    for threads in (1, 2):
+    for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         model.zero_grad()
         logits, penalty = _stack.plan(model, x, "orthogonal").run(x, v, "orthogonal", "mean")
         (logits.sum() + penalty).backward()
         results.append([logits, penalty, *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -52,18 +52,25 @@ void backward(const StackShape& s, const StackCall<T>& c) {
   const Backward<T> step(s, c);
   const bool penalty = step.penalty_counts();
   together(c.threads, [&step, penalty](Team team) {
-    const bool own_blocks = step.at.resident && team.size > 1;
-    for (int64_t b = 0; b < step.at.blocks; ++b) {
-      if (!own_blocks) {
-        step.backward_block(team, b, penalty);
-        step.weight_gradients(team, b, penalty);
-      } else if (b % team.size == team.rank) {
-        step.backward_block(Team{0, 1}, b, penalty);
+    const Layout<T>& at = step.at;
+    const bool own_lanes = at.resident && at.lanes >= team.size;
+    const bool own_blocks = at.resident && !own_lanes;
+    for (int64_t lane = 0; lane < at.lanes; ++lane) {
+      if (own_lanes && lane % team.size != team.rank) continue;
+      const Team mine = at.resident ? Team{0, 1} : team;
+      for (int64_t b = at.lane_begin(lane); b < at.lane_begin(lane + 1); ++b) {
+        if (own_blocks && b % team.size != team.rank) continue;
+        step.backward_block(mine, b, penalty);
+        if (!own_blocks) step.weight_gradients(mine, lane, b, penalty);
       }
     }
-    if (!own_blocks) return;
     team.barrier();
-    for (int64_t b = 0; b < step.at.blocks; ++b) step.weight_gradients(team, b, penalty);
+    if (own_blocks)
+      for (int64_t lane = 0; lane < at.lanes; ++lane)
+        for (int64_t b = at.lane_begin(lane); b < at.lane_begin(lane + 1); ++b)
+          step.weight_gradients(team, lane, b, penalty);
+    team.barrier();
+    step.add_lanes(team);
   });
 }
 

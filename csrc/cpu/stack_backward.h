@@ -25,6 +25,7 @@ struct Backward : Step<T> {
   using Step<T>::stride;
   using Step<T>::to_panels;
   using Step<T>::back;
+  using Step<T>::base;
   using Step<T>::d2;
   using Step<T>::Step;
 
@@ -127,24 +128,49 @@ struct Backward : Step<T> {
       }
   }
 
-  void weight_gradients(Team team, int64_t index, bool penalty) const {
+  // A lane's part of a gradient; null where it is not wanted.
+  T* grad_weight(int64_t lane, int l) const {
+    if (lane == 0 || !call.grad_weight[l]) return call.grad_weight[l];
+    return base + at.lane_first + (lane - 1) * at.lane_size + at.lane_weight[l];
+  }
+  T* grad_bias(int64_t lane, int l) const {
+    if (lane == 0 || !call.grad_bias[l]) return call.grad_bias[l];
+    return base + at.lane_first + (lane - 1) * at.lane_size + at.lane_bias[l];
+  }
+  void add_lanes(Team team) const {
+    for (int l = 0; l < shape.layers; ++l) {
+      const int64_t m = shape.width[l + 1], n = m * shape.width[l];
+      for (int64_t lane = 1; lane < at.lanes; ++lane) {
+        add(team, n, grad_weight(lane, l), call.grad_weight[l]);
+        add(team, m, grad_bias(lane, l), call.grad_bias[l]);
+      }
+    }
+  }
+  static void add(Team team, int64_t n, const T* part, T* sum) {
+    if (!sum) return;
+    for (int64_t i = team.begin(n); i < team.end(n); ++i) sum[i] += part[i];
+  }
+
+  void weight_gradients(Team team, int64_t lane, int64_t index, bool penalty) const {
     const Block k = block(index);
+    const bool accumulate = index > at.lane_begin(lane);
     for (int l = 0; l < shape.layers; ++l) {
       const bool offset = penalty && at.offset_chain;
       const int64_t n = shape.width[l], m = shape.width[l + 1];
       const int64_t K = (penalty ? 1 + at.probes + (offset && l > 0 ? 1 : 0) : 1) * k.rows;
       const int64_t nq = panels<T>(m), items = panels<T>(n) * nq;
       const T* d = back(k, l + 1, 0);
-      if (T* out = call.grad_weight[l]) {
+      if (T* out = grad_weight(lane, l)) {
         for (int64_t t = team.begin(items); t < team.end(items); ++t) {
           const int64_t p = t / nq, q = t % nq;
           tn_panel<T>(panel_cols(l + 1, q), panel_cols(l, p), K, d + q * stride(k),
-                      activation(k, l, 0) + p * stride(k), out + q * PW * n + p * PW, n, index > 0);
+                      activation(k, l, 0) + p * stride(k), out + q * PW * n + p * PW, n,
+                      accumulate);
         }
       }
-      if (T* out = call.grad_bias[l])
+      if (T* out = grad_bias(lane, l))
         for (int64_t q = team.begin(nq); q < team.end(nq); ++q) {
-          column_sum(k.rows, d + q * stride(k), panel_cols(l + 1, q), out + q * PW, index > 0);
+          column_sum(k.rows, d + q * stride(k), panel_cols(l + 1, q), out + q * PW, accumulate);
           if (offset)
             column_sum(k.rows, d + q * stride(k) + (1 + at.probes) * k.rows * PW,
                        panel_cols(l + 1, q), out + q * PW, true);

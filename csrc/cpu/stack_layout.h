@@ -12,6 +12,8 @@ namespace {
 constexpr int64_t kResidentBytes = 8 << 20;
 constexpr int64_t kResidentStackedRows = 224;  // rows of all groups of a block
 constexpr int64_t kStreamedStackedRows = 1024;
+constexpr int64_t kBlocksPerLane = 4;
+constexpr int64_t kMostLanes = 16;
 constexpr int64_t kDepth = 256;      // columns of A in one piece of a streamed product
 constexpr int64_t kGroupPanels = 8;  // panels of B packed together
 
@@ -52,6 +54,7 @@ struct Layout {
       block_size;  // in a block; its size
   int64_t packed_t[kMaxStackLayers], packed_n[kMaxStackLayers];
   int64_t bias[kMaxStackLayers];
+  int64_t lanes, lane_weight[kMaxStackLayers], lane_bias[kMaxStackLayers], lane_first, lane_size;
   int64_t scratch, scratch_size, first_block, total;  // in elements
 
   Layout(const StackShape& s, int64_t batch_, int64_t probes_, bool criterion, int threads)
@@ -86,6 +89,17 @@ struct Layout {
       packed_t[l] = resident ? take(padded(s.width[l + 1]) * s.width[l]) : 0;
       packed_n[l] = resident ? take(padded(s.width[l]) * s.width[l + 1]) : 0;
     }
+    // Blocks are summed into weight gradients in `lanes` parts, which are added at the end: a
+    // thread then uses its blocks while they are in its cache. The number depends on the batch
+    // alone, so that threads change no bit. The first part is the result itself.
+    lanes = resident ? smaller(larger(blocks / kBlocksPerLane, 1), kMostLanes) : 1;
+    lane_first = at;
+    for (int l = 0; l < layers; ++l) {
+      lane_weight[l] = take(s.width[l + 1] * s.width[l]) - lane_first;
+      lane_bias[l] = take(s.width[l + 1]) - lane_first;
+    }
+    lane_size = at - lane_first;
+    at = lane_first + lane_size * (lanes - 1);
     scratch = at;
     scratch_size = resident ? 0 : kGroupPanels * PW * (kDepth + groups * block_rows);
     at += scratch_size * threads;
@@ -111,6 +125,8 @@ struct Layout {
     block_size = at;
     total = first_block + block_size * blocks;
   }
+
+  int64_t lane_begin(int64_t lane) const { return blocks * lane / lanes; }
 
   static int64_t padded(int64_t cols) { return panels<T>(cols) * panel_width<T>(); }
 };
