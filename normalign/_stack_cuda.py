@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from normalign import _gpu
+from normalign._first_order import first_order
 
 PENALTIES = ("orthogonal", "jacobian", "joint")
 # Must agree with csrc/cuda/stack.h.
@@ -327,7 +328,7 @@ class _Function(torch.autograd.Function):
         return logits, penalty.mean() if reduction == "mean" else penalty
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(
         ctx: Any, grad_logits: Tensor | None, grad_penalty: Tensor | None
     ) -> tuple[Tensor | None, ...]:
