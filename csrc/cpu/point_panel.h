@@ -80,9 +80,17 @@ void multiply_rows(int64_t rows, int64_t depth, const T* a, int64_t ai, int64_t 
   int64_t i = 0;
   for (; i + M <= rows; i += M)
     multiply_tile<T, M, N, mode>(depth, a + i * ai, ai, ak, b, ldb, c + i * ldc, ldc);
-  for (; i + 2 <= rows; i += 2)
+  // What is left in at most two passes over b.
+  if (M > 4 && i + 4 <= rows) {
+    multiply_tile<T, 4, N, mode>(depth, a + i * ai, ai, ak, b, ldb, c + i * ldc, ldc);
+    i += 4;
+  }
+  if (rows - i == 3)
+    multiply_tile<T, 3, N, mode>(depth, a + i * ai, ai, ak, b, ldb, c + i * ldc, ldc);
+  if (rows - i == 2)
     multiply_tile<T, 2, N, mode>(depth, a + i * ai, ai, ak, b, ldb, c + i * ldc, ldc);
-  if (i < rows) multiply_tile<T, 1, N, mode>(depth, a + i * ai, ai, ak, b, ldb, c + i * ldc, ldc);
+  if (rows - i == 1)
+    multiply_tile<T, 1, N, mode>(depth, a + i * ai, ai, ak, b, ldb, c + i * ldc, ldc);
 }
 
 // c (rows x cols) (=, +=, -=) a b with a[i * ai + k * ak]; cols is rounded up to whole vectors,
