@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from normalign import _dispatch, _load, _rfam_kernels
+from normalign import _dispatch, _gpu, _load, _rfam_kernels
 from normalign._rfam_kernels import Points, make_kernel
 
 
@@ -94,7 +94,8 @@ def project(x: Tensor, mean: Tensor, factor: Tensor, dtype: torch.dtype) -> Tens
     Laplace kernel's gradient jumps at distance 0, so that rounding which differs by place, as a
     matrix product's does, would give two copies of a point a unit vector between them.
     """
-    if x.device.type == "cpu" and _dispatch.reference_reason(x) is None:
+    native = x.device.type == "cpu" and not _gpu.serves(x.device)
+    if native and _dispatch.reference_reason(x) is None:
         return _project_native(x.to(dtype), mean.to(dtype), factor.to(dtype))
     mean, factor = mean.double(), factor.double()
     if dtype == torch.float64:  # one column at a time: every row sums in the same order

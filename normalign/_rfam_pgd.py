@@ -107,7 +107,8 @@ def pgd(
         msg = "eps and step must be numbers with norm='l2', got a tensor"
         raise TypeError(msg)
     current = x.clone() if start is None else start.clone()
-    if x.device.type == "cpu" and machine.packed.reason is None:
+    points = machine.packed
+    if x.device.type == "cpu" and not points.gpu and points.reason is None:
         bounds = (lower, upper)
         return _native(machine, x, targets, current, eps, step, iters, loss, norm, bounds, select)
     value = x.new_full((x.shape[0],), -torch.inf)
