@@ -101,6 +101,7 @@ def fold_figures(
     factor: torch.Tensor,
     reg: float,
     attack: str,
+    seed: int = 0,
 ) -> Row:
     """Solves one fold, tests and attacks it."""
     train, test = (torch.from_numpy(rows) for rows in table.folds[k])
@@ -117,7 +118,7 @@ def fold_figures(
         attack=attack,
         measures=False,
         certify=False,
-        random_state=k,
+        random_state=1000 * seed + k,
     )
     at = {eps: report.eps.index(eps) for eps in EPS}
     figures: Row = {"test_acc": report.clean_accuracy}
@@ -169,7 +170,7 @@ def sampled_work(table: Table, missing: list[Row]) -> Any:
     for key in missing:
         best, factor = search(table, X, y, key["alpha"], key["seed"])
         folds = [
-            fold_figures(table, X, y, k, factor, best["reg"], "published")
+            fold_figures(table, X, y, k, factor, best["reg"], "published", key["seed"])
             for k in range(len(table.folds))
         ]
         means = {name: float(np.mean([f[name] for f in folds])) for name in FIGURES[:4]}
@@ -248,6 +249,7 @@ def main() -> None:
         for name, alpha in differing(file.rows, published)
         if name in by_name and args.sampled and len(by_name[name].X) <= SAMPLED_ROWS
     ]
+    extra.sort(key=lambda task: task.cost)
     run_tasks(extra, sampled_work, drawn, n_jobs=args.jobs, threads=1, description="drawn")
     print(report(file.rows, drawn.rows, published, args.out, left_out))
 

@@ -97,8 +97,9 @@ def _differences(
         "",
         "The published AGOP draws its points with replacement, which can make the search choose "
         'another (reg, iteration); ours takes all. The columns "drawn" give the same protocol with '
-        "drawn points, over several seeds, from least to greatest, and how many (reg, iteration) "
-        "were chosen among them. Where the published figure lies within, the draw explains it.",
+        "drawn points and other random starts of the attack, over several seeds, from least to "
+        "greatest, and how many (reg, iteration) "
+        "were chosen among them. Where the published figure lies within, chance explains it.",
         "",
         "| table | alpha | rows | accuracy | published | drawn | success | published | drawn | "
         "choices | within |",

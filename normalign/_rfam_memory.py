@@ -7,7 +7,8 @@ import os
 import re
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-# The kernel matrix and its factor share one array; the rest is of the size of the data.
+# n x n matrices of the data's dtype. The packed factor takes about .55 of one; the AGOP's Gram form
+# (many columns times classes) and a float64 factor where float32 would not do need the rest.
 MATRICES = 1.05
 
 
