@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from normalign import _dispatch, _gpu, _load, _stack_cuda
 from normalign._stack_cuda import GpuStack
 from normalign._stack_native import PENALTIES, Criterion, FusedStack, Loss
-from normalign._stack_recognise import IDENTITY, LEAKY, RELU, Chain, recognise
+from normalign._stack_recognise import Chain, recognise
 
 
 class StackPlan:
@@ -158,10 +158,11 @@ def _input_reason(chain: Chain, x: Tensor, penalty: str) -> str | None:
         return "autocast is on"
     if chain.dropouts and any(m.training and m.p > 0 for m in chain.dropouts):  # type: ignore[operator]
         return "Dropout is active"
-    if penalty == "joint" and any(
-        a not in (IDENTITY, RELU, LEAKY) for a, _, _ in chain.activations
-    ):
-        return "the joint penalty's offset is fused for piecewise linear stacks only"
+    if penalty == "joint" and not chain.piecewise_linear:
+        if _gpu.serves(x.device):
+            return "the joint penalty's offset is fused for piecewise linear stacks only"
+        if not chain.homogeneous:
+            return "the joint penalty's offset needs linear pieces, or squares without bias"
     for linear in chain.linears:
         for parameter in linear._parameters.values():
             if parameter is None:

@@ -29,6 +29,19 @@ class Chain:
     flatten: bool
     dropouts: tuple[nn.Module, ...]
 
+    @property
+    def piecewise_linear(self) -> bool:
+        """Whether the offset ``f(x) - J x`` is the biases' way through the active pieces."""
+        return all(kind in (IDENTITY, RELU, LEAKY) for kind, _, _ in self.activations)
+
+    @property
+    def homogeneous(self) -> bool:
+        """Whether ``f(t x) = t^k f(x)`` for ``t > 0``, so that ``J x = k f(x)``."""
+        kinds = {kind for kind, _, _ in self.activations}
+        return kinds <= {IDENTITY, RELU, LEAKY, _SQUARE} and all(
+            m.bias is None for m in self.linears
+        )
+
 
 def _activation_of(module: nn.Module) -> _Activation | None:
     kind = type(module)

@@ -143,6 +143,18 @@ def test_blocks_pieces_and_threads(isa, penalty, threads, widths, batch):
         check(model, x, torch.randn(1, batch, widths[-1], dtype=torch.float64), penalty)
 
 
+@pytest.mark.parametrize("isa", isa_names())
+@pytest.mark.parametrize("widths", [[6, 20, 3], [5, 33, 17, 40]])
+def test_joint_penalty_of_squares_without_bias(isa, widths):
+    """Homogeneous of degree 2 and 4: the offset is -f and -3 f."""
+    model = stack(widths, "square", bias=False)
+    x = torch.randn(9, widths[0], dtype=torch.float64)
+    v = torch.randn(2, 9, widths[-1], dtype=torch.float64)
+    with instruction_set(isa):
+        check(model, x, v, "joint")
+    assert "without bias" in _stack.plan(stack(widths, "square"), x, "joint")
+
+
 @pytest.mark.parametrize("batch", [300, 1200])  # blocks of one and of several lanes
 def test_threads_change_no_bit(batch):
     model, x = stack([43, 70, 50, 2], dtype=torch.float32), torch.randn(batch, 43)
@@ -362,7 +374,7 @@ class TestRecognition:
         assert "requires a gradient" in self.reason(model, self.x.clone().requires_grad_())
         assert "batch is empty" in self.reason(model, self.x[:0])
         assert "3 dimensions" in self.reason(model, torch.randn(2, 3, 6))
-        assert "piecewise linear" in self.reason(model, penalty="joint")
+        assert "linear pieces" in self.reason(model, penalty="joint")
         with torch.autocast("cpu", torch.bfloat16):
             assert "autocast" in self.reason(model)
 

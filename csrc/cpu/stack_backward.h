@@ -105,6 +105,14 @@ struct Backward : Step<T> {
       for (int64_t p = team.begin(n); p < team.end(n); ++p)
         for (int64_t j = 0; j < k.rows * PW; ++j) delta[p * stride(k) + j] = T(0);
     }
+    if (penalty && at.degree_offset != 0) {
+      const T factor = 2 * static_cast<T>(at.degree_offset);
+      for (int64_t p = team.begin(n); p < team.end(n); ++p)
+        for (int64_t i = 0; i < k.rows; ++i)
+          for (int64_t j = 0; j < PW; ++j)
+            delta[p * stride(k) + i * PW + j] +=
+                factor * grad_penalty(k.first + i) * k.p[at.offset + (p * k.rows + i) * PW + j];
+    }
     if (!(penalty && at.offset_chain)) return;
     T* eta = back(k, shape.layers, 1 + at.probes);
     for (int64_t p = team.begin(n); p < team.end(n); ++p)

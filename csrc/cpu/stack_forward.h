@@ -167,6 +167,20 @@ struct Forward : Step<T> {
       }
       team.barrier();
     }
+  }
+
+  // The same for a homogeneous stack: a multiple of the logits, which still lie in panels.
+  void homogeneous_offset(Team team, const Block& k) const {
+    const T* logits = adjoint(k, shape.layers, 0);
+    const T factor = static_cast<T>(at.degree_offset);
+    const int64_t n = panels<T>(shape.width[shape.layers]);
+    for (int64_t p = team.begin(n); p < team.end(n); ++p)
+      for (int64_t j = 0; j < k.rows * PW; ++j)
+        k.p[at.offset + p * k.rows * PW + j] = factor * logits[p * stride(k) + j];
+    team.barrier();
+  }
+
+  void add_squared_offset(Team team, const Block& k) const {
     const int64_t c = shape.width[shape.layers];
     for (int64_t i = team.begin(k.rows); i < team.end(k.rows); ++i)
       for (int64_t j = 0; j < c; ++j) {
@@ -184,6 +198,8 @@ struct Forward : Step<T> {
     project(team, k);
     team.barrier();
     if (at.offset_chain) offset_layers(team, k);
+    if (at.degree_offset != 0) homogeneous_offset(team, k);
+    if (at.offset_chain || at.degree_offset != 0) add_squared_offset(team, k);
     team.barrier();
   }
 

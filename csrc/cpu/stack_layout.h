@@ -50,6 +50,7 @@ struct Layout {
   bool resident, offset_chain;
   int64_t activation[kMaxStackLayers], adjoint[kMaxStackLayers + 1];  // in a block
   int64_t d1[kMaxStackLayers], d2[kMaxStackLayers], kept[kMaxStackLayers];
+  double degree_offset;  // 1 - k for a stack without bias that is homogeneous of degree k
   int64_t back_first, offset, row_scale, norm, sample_penalty, sample_task, task_adjoint,
       block_size;  // in a block; its size
   int64_t packed_t[kMaxStackLayers], packed_n[kMaxStackLayers];
@@ -66,7 +67,11 @@ struct Layout {
       pack += padded(s.width[l + 1]) * s.width[l] + padded(s.width[l]) * s.width[l + 1];
       has_bias = has_bias || s.has_bias[l];
     }
-    // f(x) - J x vanishes for piecewise linear stacks without bias.
+    // Without bias a stack of linear pieces and squares is homogeneous, f(t x) = t^k f(x) for
+    // t > 0, so that J x = k f(x) by Euler's theorem: the offset f(x) - J x needs no pass.
+    double degree = 1;
+    for (int l = 0; l < layers; ++l) degree *= s.activation[l] == Activation::square ? 2 : 1;
+    degree_offset = s.penalty == StackPenalty::joint && !has_bias && probes > 0 ? 1 - degree : 0;
     offset_chain = s.penalty == StackPenalty::joint && has_bias && probes > 0;
     groups = 1 + probes + (offset_chain ? 1 : 0);
     resident = pack * static_cast<int64_t>(sizeof(T)) <= kResidentBytes;
@@ -116,7 +121,7 @@ struct Layout {
       kept[l] = is_curved(a) ? take(size * probes) : 0;
     }
     back_first = take(padded(s.width[1]) * rows);
-    offset = offset_chain ? take(padded(s.width[layers]) * block_rows) : 0;
+    offset = offset_chain || degree_offset != 0 ? take(padded(s.width[layers]) * block_rows) : 0;
     row_scale = take(block_rows);
     norm = take(block_rows);
     sample_penalty = take(block_rows);
