@@ -19,7 +19,7 @@ import time
 
 from grokking import regions, report, theory
 from grokking.methods import METHODS
-from grokking.runner import Spec, run_all
+from grokking.runner import Spec, epoch_cost, run_all
 from grokking.tasks import TASKS, mnist_file
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument(
         "--report", action="store_true", help="write paper.md from the file of runs"
     )
+    parser.add_argument("--cost", action="store_true", help="milliseconds per epoch by method")
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--runs", type=pathlib.Path, default=RESULTS / "paper_runs.jsonl")
@@ -108,6 +109,10 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     start = time.time()
 
+    if args.cost:
+        for task, method in itertools.product(args.task, args.method):
+            print(f"{task} {method}: {epoch_cost(task, method):.1f} ms", flush=True)
+        return
     if args.theory or args.set in ("reduced", "full"):
         numbers = theory.check(args.theory or 3)
         (RESULTS / "theory.json").write_text(json.dumps(numbers, indent=1) + "\n")

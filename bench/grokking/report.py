@@ -102,7 +102,7 @@ def verdicts(rows: list[Row], tasks: list[str]) -> str:
             if method not in groups or "baseline" not in groups:
                 continue
             word = "earlier" if epochs[method] < epochs["baseline"] else "NOT earlier"
-            pair = f"{number(epochs[method])} against {number(epochs['baseline'])} epochs"
+            pair = f"median epoch {number(epochs[method])} against {number(epochs['baseline'])}"
             line = f"- {TASKS[task].title}: {METHODS[method].title} groks {word} ({pair})"
             if "joint_authors" in groups:
                 word = "less" if seconds[method] < seconds["joint_authors"] else "NOT less"

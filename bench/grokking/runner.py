@@ -139,6 +139,25 @@ def run(spec: Spec, deadline: float = math.inf, heartbeat: Any = None) -> Row | 
     }  # fmt: skip
 
 
+def epoch_cost(task_name: str, method: str, seconds: float = 1.0) -> float:
+    """Processor milliseconds of one epoch of training on one thread."""
+    task = TASKS[task_name]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    setup = task.setup()
+    weight = task.weights.get(method, 0.0)
+    step = make_step(task, method, setup.model, weight, torch.Generator().manual_seed(0))
+    optimizer = make_optimizer(task, method, setup.model.parameters())
+    epochs, start = 0, time.process_time()
+    while epochs < 3 or time.process_time() - start < seconds:
+        order = torch.arange(len(setup.x)).split(task.batch or len(setup.x))
+        for rows in order if task.batch else [slice(None)]:
+            step(setup.x[rows], setup.y[rows])
+            optimizer.step()
+        epochs += 1
+    return 1000 * (time.process_time() - start) / epochs
+
+
 def read(path: pathlib.Path) -> dict[str, Row]:
     """Finished runs by key; the last of a key counts, a line cut short does not."""
     rows: dict[str, Row] = {}
@@ -196,8 +215,9 @@ def run_all(
     deadline = time.time() + 60 * minutes
     left = []
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.read_text().endswith("\n"):
-        path.write_text(path.read_text() + "\n")  # a line cut short stays, and is skipped
+    text = path.read_text() if path.exists() else ""
+    if text and not text.endswith("\n"):
+        path.write_text(text + "\n")  # a line cut short stays, and is skipped
     with path.open("a") as out, tqdm(total=len(todo), unit="run", smoothing=0) as bar:
         for spec, row in _results(todo, jobs, deadline, bar):
             if row is None:
