@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from normalign import _dispatch
+from normalign import _dispatch, _gpu
 from normalign._checks import check_float, check_like, check_shape
 from normalign._rfam_factor import psd_factor
 from normalign._rfam_kernels import Kernel, Points
@@ -15,12 +15,15 @@ from normalign._rfam_machine import project
 WIDE = 16.0
 
 
-def runs_natively(*tensors: Tensor) -> bool:
-    """Whether the CPU kernels serve.
+def runs_natively(*tensors: Tensor, cuda_kernel: bool = False) -> bool:
+    """Whether our kernels serve: those of the CPU, or on a GPU where the operator has one.
 
     Raises:
         RuntimeError: native was asked for and is not available.
     """
+    if _gpu.serves(tensors[0].device) and cuda_kernel:
+        if _dispatch.gpu_module(*tensors) is not None:
+            return True
     on_cpu = all(t.device.type == "cpu" for t in tensors)
     return _dispatch.reference_reason(*tensors) is None and on_cpu
 
@@ -41,14 +44,14 @@ def check_points(x: Tensor, z: Tensor, feature_matrix: Tensor | None) -> None:
         check_like("feature_matrix", feature_matrix, "x", x)
 
 
-def factor_of(feature_matrix: Tensor | None, d: int) -> Tensor:
+def factor_of(feature_matrix: Tensor | None, d: int, device: torch.device) -> Tensor:
     """``F`` with ``F F^T = M``, float64; the identity for None.
 
     Raises:
         ValueError: ``M`` is not positive semi-definite, to 1e-4 of its norm.
     """
     if feature_matrix is None:
-        return torch.eye(d, dtype=torch.float64)
+        return torch.eye(d, dtype=torch.float64, device=device)
     matrix = feature_matrix.double()
     matrix = (matrix + matrix.T) / 2
     if not bool(torch.isfinite(matrix).all()):

@@ -120,9 +120,9 @@ def _impl_gradient(
     length: float,
     exponent: float,
 ) -> Tensor:
-    if not runs_natively(x, z, coef):
+    if not runs_natively(x, z, coef, cuda_kernel=True):
         return reference.input_gradient(x, z, coef, cotangent, m, length, exponent)
-    factor = factor_of(m, x.shape[1])
+    factor = factor_of(m, x.shape[1], x.device)
     u, v = into_factor_space(x, z, factor, Kernel(exponent, length))
     dtype = u.u.dtype
     g = _rfam_kernels.gradient(u, v, coef.to(dtype), cotangent.to(dtype), _dispatch.threads())
@@ -139,9 +139,9 @@ def _impl_agop(
     method: str,
 ) -> Tensor:
     z = x if z is None else z
-    if not runs_natively(x, z, coef) or x.shape[0] == 0:
+    if not runs_natively(x, z, coef, cuda_kernel=True) or x.shape[0] == 0:
         return reference.agop(x, z, coef, m, length, exponent)
-    factor = factor_of(m, x.shape[1])
+    factor = factor_of(m, x.shape[1], x.device)
     u, v = into_factor_space(x, z, factor, Kernel(exponent, length))
     r = _rfam_kernels.agop(u, v, coef.to(u.u.dtype), _dispatch.threads(), None, method)
     return (factor @ (r / x.shape[0]) @ factor.T).to(x.dtype)

@@ -89,18 +89,18 @@ def laplace_matvec(
 
 
 def _impl_gram(x: Tensor, z: Tensor, m: Tensor | None, length: float, exponent: float) -> Tensor:
-    if not runs_natively(x, z):
+    if not runs_natively(x, z, cuda_kernel=True):
         return reference.laplace_gram(x, z, m, length, exponent)
-    points = into_factor_space(x, z, factor_of(m, x.shape[1]), Kernel(exponent, length))
+    points = into_factor_space(x, z, factor_of(m, x.shape[1], x.device), Kernel(exponent, length))
     return _rfam_kernels.gram(*points, _dispatch.threads()).to(x.dtype)
 
 
 def _impl_matvec(
     x: Tensor, z: Tensor, m: Tensor | None, coef: Tensor, length: float, exponent: float
 ) -> Tensor:
-    if not runs_natively(x, z, coef):
+    if not runs_natively(x, z, coef, cuda_kernel=True):
         return reference.laplace_matvec(x, z, coef, m, length, exponent)
-    u, v = into_factor_space(x, z, factor_of(m, x.shape[1]), Kernel(exponent, length))
+    u, v = into_factor_space(x, z, factor_of(m, x.shape[1], x.device), Kernel(exponent, length))
     return _rfam_kernels.matvec(u, v, coef.to(u.u.dtype), _dispatch.threads()).to(x.dtype)
 
 
@@ -109,7 +109,7 @@ def _weights(x: Tensor, z: Tensor, m: Tensor | None, length: float, exponent: fl
     plain = x.device.type == "cpu" and _dispatch.unavailable_reason(x, z) is None
     if torch.is_grad_enabled() or not plain or _dispatch.implementation() == "reference":
         return reference.gradient_weights(x, z, m, length, exponent)
-    points = into_factor_space(x, z, factor_of(m, x.shape[1]), Kernel(exponent, length))
+    points = into_factor_space(x, z, factor_of(m, x.shape[1], x.device), Kernel(exponent, length))
     return _rfam_kernels.gram(*points, _dispatch.threads(), weights=True).to(x.dtype)
 
 

@@ -168,3 +168,23 @@ def test_estimator_predicts_the_same(device):
     np.testing.assert_allclose(
         on_gpu.decision_function(x), on_cpu.decision_function(x), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("with_matrix", [False, True])
+@pytest.mark.parametrize("name", ["laplace_gram", "laplace_matvec", "input_gradient", "agop"])
+def test_public_operators_take_the_kernels(device, name, with_matrix):
+    x, z = _points(30, 4, torch.float32, device), _points(40, 4, torch.float32, device)
+    coef, cotangent = _points(40, 3, torch.float32, device), _points(30, 3, torch.float32, device)
+    root = _points(4, 4, torch.float32, device)
+    matrix = root @ root.T if with_matrix else None
+    more = {"laplace_gram": (), "input_gradient": (coef, cotangent)}.get(name, (coef,))
+    before = _load._emu.launches() if device.type == "cpu" else 0
+    got = getattr(normalign, name)(x, z, matrix, 3.0, *more)
+    if device.type == "cpu":
+        assert _load._emu.launches() == before + 1
+    exact = getattr(reference, name)(
+        x.double(), z.double(), *(t.double() for t in more),
+        None if matrix is None else matrix.double(), 3.0,
+    )  # fmt: skip
+    # float32 sums of some tens of terms, through a factor of M.
+    assert (got.double() - exact).abs().max().item() <= 5e-6 * exact.abs().max().item()
