@@ -227,7 +227,8 @@ def recognise(model: nn.Module) -> Chain | str:
     for module in model.modules():
         builder.reason = builder.reason or hook_reason(module)
     if builder.reason is None:
-        if type(model) is nn.Sequential:
+        own = any(not type(m).__module__.startswith("torch.nn") for m in model.modules())
+        if type(model) is nn.Sequential and not own:
             _walk(model, builder)
         elif type(model) is nn.Linear:
             builder.module(model)

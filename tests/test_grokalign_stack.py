@@ -46,19 +46,7 @@ def stack(widths, activation="relu", bias=True, dtype=torch.float64):
         layers.append(nn.Linear(n, m, bias=bias))
         if i < len(widths) - 2:
             layers.append(ACTIVATIONS[activation]())
-    model = nn.Sequential(*layers).to(dtype)
-    return Wrapped(model) if activation == "square" else model
-
-
-class Wrapped(nn.Module):
-    """Leads recognition through torch.fx."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
+    return nn.Sequential(*layers).to(dtype)
 
 
 def double_backward(model, x, v, penalty):
