@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from normalign import _dispatch, _gpu, _load, _stack_cuda
 from normalign._stack_cuda import GpuStack
 from normalign._stack_native import PENALTIES, Criterion, FusedStack, Loss
 from normalign._stack_recognise import Chain, recognise
+from normalign._stack_watch import Unwatchable, Watch
 
 
 class StackPlan:
@@ -21,7 +21,7 @@ class StackPlan:
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self._fused: dict[str, FusedStack | GpuStack] = {}
-        self.outputs = chain.linears[-1].out_features  # probes are drawn before the forward pass
+        self.outputs = chain.widths[-1]  # probes are drawn before the forward pass
 
     def run(self, x: Tensor, probes: Tensor, penalty: str, reduction: str) -> tuple[Tensor, Tensor]:
         """Logits ``(B, c)`` and the penalty: a scalar for ``"mean"``, ``(B,)`` for ``"none"``.
@@ -69,51 +69,19 @@ class StackPlan:
         return found
 
 
-class _Watch:
-    """One module of a recognised model, with everything that recognition saw of it."""
-
-    __slots__ = ("children", "fields", "hooked", "own", "values")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.fields = module.__dict__
-        self.children = tuple(module._modules.values())
-        # A user's forward may branch on any simple attribute; torch's own layers only on these.
-        self.own = not type(module).__module__.startswith("torch.nn")
-        self.hooked = self._hooked()
-        self.values = self._values()
-
-    def _hooked(self) -> bool:
-        f = self.fields
-        return bool(
-            f["_forward_hooks"]
-            or f["_forward_pre_hooks"]
-            or f["_backward_hooks"]
-            or f["_backward_pre_hooks"]
-            or "forward" in f
-        )
-
-    def _values(self) -> tuple[Any, ...] | None:
-        f = self.fields
-        if self.own:
-            return tuple(v for v in f.values() if type(v) in (bool, int, float, str))
-        if "negative_slope" in f or "approximate" in f or "threshold" in f:
-            return tuple(f.get(k) for k in ("negative_slope", "approximate", "threshold", "beta"))
-        return None
-
-    def holds(self) -> bool:
-        return (
-            self._hooked() == self.hooked
-            and tuple(self.fields["_modules"].values()) == self.children
-            and self._values() == self.values
-        )
-
-
 class _Entry:
     """What was found for one model, and what must not change for it to stay true."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.found = recognise(model)
-        self.watches = [_Watch(m) for m in model.modules()]
+        self.found, called = recognise(model)
+        known = {id(m) for m in called}
+        self.watches = []
+        for module in model.modules():
+            try:
+                self.watches.append(Watch(module, id(module) in known))
+            except Unwatchable as error:
+                self.watches.append(Watch(module, False))
+                self.found = f"changes of what the forward pass reads cannot be noticed: {error}"
         self.plan = None if isinstance(self.found, str) else StackPlan(self.found)
 
 
@@ -156,13 +124,15 @@ def _input_reason(chain: Chain, x: Tensor, penalty: str) -> str | None:
         return "the batch is empty"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"
-    if chain.dropouts and any(m.training and m.p > 0 for m in chain.dropouts):  # type: ignore[operator]
+    if chain.dropouts and any(m["training"] and m["p"] > 0 for m in chain.dropouts):
         return "Dropout is active"
     if penalty == "joint" and not chain.piecewise_linear:
         if _gpu.serves(x.device):
             return "the joint penalty's offset is fused for piecewise linear stacks only"
         if not chain.homogeneous:
             return "the joint penalty's offset needs linear pieces, or squares without bias"
+    if type(x) not in (Tensor, nn.Parameter):
+        return f"the input is a {type(x).__name__}, a tensor subclass"
     for linear in chain.linears:
         for parameter in linear._parameters.values():
             if parameter is None:
@@ -173,7 +143,7 @@ def _input_reason(chain: Chain, x: Tensor, penalty: str) -> str | None:
                 where = f"{parameter.dtype} on {parameter.device}"
                 return f"a weight is {where}, unlike the input"
     features = x.shape[1] if x.dim() == 2 else x[0].numel()
-    expected = chain.linears[0].in_features
+    expected = chain.widths[0]
     if features != expected:
         return f"the input has {features} features, the first Linear takes {expected}"
     return None

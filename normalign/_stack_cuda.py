@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normalign import _gpu
 from normalign._first_order import first_order
+from normalign._stack_recognise import Layer
 
 PENALTIES = ("orthogonal", "jacobian", "joint")
 # Must agree with csrc/cuda/stack.h.
@@ -38,10 +39,10 @@ def _suffix(tensor: Tensor) -> str:
 class GpuStack:
     """A stack of Linear layers on the GPU that its inputs are on."""
 
-    def __init__(self, linears: Sequence[nn.Linear], activations: Sequence[_Activation]) -> None:
+    def __init__(self, linears: Sequence[Layer], activations: Sequence[_Activation]) -> None:
         self.linears = tuple(linears)
         self.activations = tuple(activations)
-        self.widths = [linears[0].in_features, *(m.out_features for m in linears)]
+        self.widths = [linears[0].weight.shape[1], *(m.weight.shape[0] for m in linears)]
         self._native: dict[str, Any] = {}
 
     def native(self, device: torch.device) -> Any:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from normalign import _dispatch, _load
 from normalign._first_order import first_order
+from normalign._stack_recognise import Layer
 
 # Both must agree with the enumerations in csrc/grokalign_stack.h.
 PENALTIES = {"none": 0, "orthogonal": 1, "jacobian": 2, "joint": 3}
@@ -39,12 +40,12 @@ class FusedStack:
 
     def __init__(
         self,
-        linears: Sequence[nn.Linear],
+        linears: Sequence[Layer],
         activations: Sequence[tuple[int, float, float]],
         penalty: str,
     ) -> None:
         self.linears = tuple(linears)
-        self.widths = [linears[0].in_features, *(m.out_features for m in linears)]
+        self.widths = [linears[0].weight.shape[1], *(m.weight.shape[0] for m in linears)]
         self.spares: list[Tensor] = []  # workspaces that wait for the next step
         self.shape = _load._C.GrokalignStackShape(
             self.widths,
@@ -83,8 +84,11 @@ def _step(
     parameters: tuple[Tensor | None, ...],
 ) -> Any:
     """One step's state in the extension; ``ctx`` keeps alive what it points to."""
+    x = x.resolve_neg()
     if x.stride(1) != 1:
         x = x.contiguous()
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        x = x.clone()  # inference tensors cannot be saved
     probes = probes.contiguous()
     kind = _load._C.GrokalignStackStep_f32
     if x.dtype is torch.float64:
@@ -101,6 +105,10 @@ def _step(
     return step
 
 
+def _bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
+
+
 class _Workspace:
     """Memory of one step, which goes back to its stack when the step's graph is gone.
 
@@ -115,9 +123,9 @@ class _Workspace:
         try:  # another thread may take the last one between a look and the pop
             self.memory = spares.pop()
         except IndexError:
-            self.memory = torch.empty(size, dtype=torch.uint8)
+            self.memory = _bytes(size)
         if self.memory.shape[0] < size:
-            self.memory = torch.empty(size, dtype=torch.uint8)
+            self.memory = _bytes(size)
 
     def __del__(self) -> None:
         if len(self.spares) < 2 and self.memory.shape[0] <= _MOST_SPARE_BYTES:
@@ -168,8 +176,8 @@ class _Penalty(torch.autograd.Function):
         ctx: Any, grad_logits: Tensor | None, grad_penalty: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         # Held until the kernel is done: a contiguous copy must outlive its address.
-        g = None if grad_logits is None else grad_logits.contiguous()
-        p = None if grad_penalty is None else grad_penalty.contiguous()
+        g = None if grad_logits is None else grad_logits.resolve_neg().contiguous()
+        p = None if grad_penalty is None else grad_penalty.resolve_neg().contiguous()
         if g is None and p is None:
             return (None,) * len(ctx.needs_input_grad)
         return _backward(
@@ -189,7 +197,7 @@ class _Loss(torch.autograd.Function):
         parts: Tensor,
         *parameters: Tensor | None,
     ) -> Tensor:
-        target = criterion.target.contiguous()
+        target = criterion.target.resolve_neg().contiguous()
         step = _step(ctx, stack, x, probes, logits, parameters)
         step.criterion(
             CRITERIA[criterion.kind],
