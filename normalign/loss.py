@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from normalign import _inputs
 from normalign._probes import ProbeStream
 from normalign._stack_native import Criterion
+from normalign._stack_recognise import hook_reason
 from normalign.grokalign import check_names, fused_loss, grokalign
 
 _OWN_FORWARD = {"forward", "output"}
@@ -19,9 +20,9 @@ _OWN_FORWARD = {"forward", "output"}
 def _fusable(criterion: Any) -> str | None:
     """The kernels' name of a criterion that they can compute with the penalty."""
     kind = type(criterion)
-    if kind not in (nn.CrossEntropyLoss, nn.MSELoss) or criterion._forward_hooks:
+    if kind not in (nn.CrossEntropyLoss, nn.MSELoss) or criterion.reduction != "mean":
         return None
-    if criterion._forward_pre_hooks or criterion.reduction != "mean":
+    if hook_reason(criterion) is not None:
         return None
     if kind is nn.CrossEntropyLoss:
         plain = criterion.weight is None and criterion.label_smoothing == 0

@@ -202,6 +202,14 @@ class TestWhatAGraphDoesNotShow:
             assert path(m) == "general"
             check(m)
 
+    def test_criteria_that_do_something_else(self):
+        model, y = sequential(), torch.tensor([0, 1, 2, 0])
+        criterion = nn.CrossEntropyLoss()
+        criterion.forward = lambda z, t: 2 * F.cross_entropy(z, t)
+        loss_fn = normalign.GrokAlignLoss(criterion, 0.1)
+        loss_fn(model, X, y)
+        torch.testing.assert_close(loss_fn.last.task_loss, 2 * F.cross_entropy(model(X), y))
+
     def test_a_function_of_a_known_name(self):
         def gelu(x):
             return x * torch.sigmoid(1.702 * x)
