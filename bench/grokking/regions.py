@@ -70,7 +70,7 @@ def draw(task_name: str, method: str, seed: int, path: pathlib.Path, size: int =
     ticks = torch.linspace(-reach, reach, size, dtype=chosen.dtype)
     grid = torch.cartesian_prod(ticks, ticks)
     models = snapshots(task_name, method, seed)
-    figure, axes = plt.subplots(1, len(models), figsize=(5.2 * len(models), 5.6), squeeze=False)
+    figure, axes = plt.subplots(1, len(models), figsize=(5.2 * len(models), 6), squeeze=False)
     for axis, (title, model) in zip(axes[0], models.items(), strict=True):
         parts = [
             (patterns(model, p), model(p).argmax(1)) for p in (grid @ frame + centre).split(8192)
@@ -103,6 +103,6 @@ def draw(task_name: str, method: str, seed: int, path: pathlib.Path, size: int =
         f"{TASKS[task_name].title}, {METHODS[method].title}: circles are training points, "
         "stars their centroids at the points' length, projected onto the plane"
     )
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.96))
     figure.savefig(path, dpi=70)
     plt.close(figure)
