@@ -65,8 +65,7 @@ class Step {
   }
 
   int64_t workspace() const {
-    const auto& table = NORMALIGN_SELECT(grokalign_stack);
-    return (sizeof(T) == 4 ? table.workspace_f32 : table.workspace_f64)(
+    return (sizeof(T) == 4 ? table_.workspace_f32 : table_.workspace_f64)(
         shape_, call_.batch, call_.probes, call_.criterion != StackCriterion::none, call_.threads);
   }
 
@@ -78,12 +77,11 @@ class Step {
     call_.per_sample = per_sample;
     call_.task = pointer<T>("task", task, with_task);
     call_.total = pointer<T>("total", total, with_task);
-    const auto& table = NORMALIGN_SELECT(grokalign_stack);
     py::gil_scoped_release release;
     if constexpr (sizeof(T) == 4)
-      table.forward_f32(shape_, call_);
+      table_.forward_f32(shape_, call_);
     else
-      table.forward_f64(shape_, call_);
+      table_.forward_f64(shape_, call_);
   }
 
   void backward(Address grad_logits, Address grad_penalty, Address grad_total,
@@ -99,12 +97,11 @@ class Step {
       call.grad_weight[l] = reinterpret_cast<T*>(grad_weights[l]);
       call.grad_bias[l] = reinterpret_cast<T*>(grad_biases[l]);
     }
-    const auto& table = NORMALIGN_SELECT(grokalign_stack);
     py::gil_scoped_release release;
     if constexpr (sizeof(T) == 4)
-      table.backward_f32(shape_, call);
+      table_.backward_f32(shape_, call);
     else
-      table.backward_f64(shape_, call);
+      table_.backward_f64(shape_, call);
   }
 
  private:
@@ -115,6 +112,8 @@ class Step {
 
   StackShape shape_;
   StackCall<T> call_;
+  // Of one instruction set from the first call to the last: the workspace is laid out for it.
+  const GrokalignStackTable& table_ = NORMALIGN_SELECT(grokalign_stack);
 };
 
 StackShape make_shape(const std::vector<int64_t>& widths, const std::vector<bool>& has_bias,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from normalign import _dispatch, _inputs, _stack
+from normalign._stack_recognise import has_hooks
 
 # They synchronise or split what passes through their forward.
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}
@@ -76,5 +77,7 @@ def _fused(
     if kind in _WRAPPERS:
         return f"{kind} has to see the forward pass"
     if kind == "OptimizedModule":  # the fused stack is faster than compiled code
+        if has_hooks(model):
+            return "the compiled module has hooks"
         model = model._orig_mod
     return _stack.plan(model, x, penalty)

@@ -86,16 +86,21 @@ def _activation_of(module: nn.Module) -> _Activation | None:
     return (simple[kind], 0.0, 0.0) if kind in simple else None
 
 
-def hook_reason(module: nn.Module) -> str | None:
-    """Hooks see or change tensors that the fused path never makes; so may a changed call."""
-    if "forward" in module.__dict__ or type(module).__call__ is not nn.Module.__call__:
-        return f"{type(module).__name__} is not called as its class says"
-    if (
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything runs before or after the module's forward or backward pass."""
+    return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-    ):
+    )
+
+
+def hook_reason(module: nn.Module) -> str | None:
+    """Hooks see or change tensors that the fused path never makes; so may a changed call."""
+    if "forward" in module.__dict__ or type(module).__call__ is not nn.Module.__call__:
+        return f"{type(module).__name__} is not called as its class says"
+    if has_hooks(module):
         return f"{type(module).__name__} has hooks"
     return None
 

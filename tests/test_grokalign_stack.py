@@ -419,3 +419,31 @@ class TestRecognition:
                 return x + self.a(x)
 
         assert self.reason(Net()) is not None
+
+
+def test_joint_penalty_of_tiny_jacobians():
+    """The squares of a Jacobian of 1e-24 are 0 in float32; its norm and gradient are not."""
+    model, x = stack([6, 9, 9, 9, 3], bias=False, dtype=torch.float32), torch.randn(5, 6)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1e-6)
+    check(model, x, torch.randn(2, 5, 3), "joint")
+
+
+@pytest.mark.skipif(len(isa_names()) < 2, reason="one instruction set")
+def test_a_step_keeps_its_instruction_set():
+    model, x = stack([6, 20, 3], dtype=torch.float32), torch.randn(7, 6)
+    v = torch.randn(1, 7, 3)
+    grads = []
+    for second in isa_names():
+        with instruction_set(isa_names()[-1]):
+            _, penalty = run(model, x, v)
+        with instruction_set(second):
+            grads.append(torch.autograd.grad(penalty, model[0].weight)[0])
+    assert all(torch.equal(g, grads[0]) for g in grads)
+
+
+def test_hooks_of_a_compiled_wrapper_are_seen():
+    model = torch.compile(stack([6, 20, 3], dtype=torch.float32), backend="eager")
+    model.register_forward_hook(lambda m, i, o: 2 * o)
+    assert "hooks" in normalign.explain(model, torch.randn(4, 6)).reason

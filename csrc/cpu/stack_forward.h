@@ -133,12 +133,35 @@ struct Forward : Step<T> {
         });
       }
       total *= share;
-      if (shape.penalty == StackPenalty::joint) {
-        total = __builtin_sqrt(total);
-        k.p[at.norm + i] = total;
-      }
+      if (shape.penalty == StackPenalty::joint) total = k.p[at.norm + i] = root(k, i, total);
       k.p[at.sample_penalty + i] = total;
     }
+  }
+
+  // The square root of a sample's mean square, scaled where the squares leave the range of T: small
+  // Jacobians keep their gradient.
+  T root(const Block& k, int64_t i, T square) const {
+    if (square > T(sizeof(T) == 4 ? 1e-30 : 1e-280) && square < T(1e30))
+      return __builtin_sqrt(square);
+    const int64_t d = shape.width[0];
+    T top = T(0);
+    for (int64_t h = 0; h < at.probes; ++h) {
+      const T* g = activation(k, 0, 1 + h) + i * PW;
+      for (int64_t j = 0; j < d; ++j) {
+        const T size = __builtin_fabs(g[(j / PW) * stride(k) + j % PW]);
+        top = size > top || size != size ? size : top;
+      }
+    }
+    if (!(top > T(0)) || top * T(0) != T(0)) return top;  // 0, NaN, infinity
+    T sum = T(0);
+    for (int64_t h = 0; h < at.probes; ++h) {
+      const T* g = activation(k, 0, 1 + h) + i * PW;
+      for (int64_t j = 0; j < d; ++j) {
+        const T part = g[(j / PW) * stride(k) + j % PW] / top;
+        sum += part * part;
+      }
+    }
+    return top * __builtin_sqrt(sum / static_cast<T>(at.probes));
   }
 
   // f(x) - J x: the biases' way through the active linear pieces.
