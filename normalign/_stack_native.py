@@ -82,13 +82,16 @@ def _step(
     probes: Tensor,
     logits: Tensor,
     parameters: tuple[Tensor | None, ...],
-) -> Any:
-    """One step's state in the extension; ``ctx`` keeps alive what it points to."""
+) -> tuple[Any, Any]:
+    """One step's state in the extension, and what must live until its forward pass is done.
+
+    The backward pass reads the workspace and the parameters alone, so ``ctx`` keeps nothing else
+    alive. To keep the logits, which lead back to ``ctx``, would be a cycle: the step's memory would
+    wait for the garbage collector.
+    """
     x = x.resolve_neg()
     if x.stride(1) != 1:
         x = x.contiguous()
-    if x.is_inference() and not torch.is_inference_mode_enabled():
-        x = x.clone()  # inference tensors cannot be saved
     probes = probes.contiguous()
     kind = _load._C.GrokalignStackStep_f32
     if x.dtype is torch.float64:
@@ -99,10 +102,10 @@ def _step(
         addresses[0::2], addresses[1::2],
         x.data_ptr(), x.stride(0), probes.data_ptr(), logits.data_ptr(),
     )  # fmt: skip
-    ctx.step, ctx.keep = step, (probes, logits)
+    ctx.step = step
     # Saved for their version counters: a weight changed in place in between is an error.
-    ctx.save_for_backward(x, *parameters)
-    return step
+    ctx.save_for_backward(*parameters)
+    return step, (x, probes)
 
 
 def _bytes(size: int) -> Tensor:
@@ -142,7 +145,7 @@ def _backward(
     ctx: Any, skip: int, grad_logits: int, grad_penalty: int, grad_total: int
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the parameters, behind ``skip`` arguments that have none."""
-    parameters = ctx.saved_tensors[1:]
+    parameters = ctx.saved_tensors
     grads: list[Any] = [
         torch.empty_like(p.detach()) if need else None
         for p, need in zip(parameters, ctx.needs_input_grad[skip:], strict=True)
@@ -165,8 +168,9 @@ class _Penalty(torch.autograd.Function):
         per_sample = reduction == "none"
         logits = x.new_empty(x.shape[0], stack.widths[-1])
         penalty = x.new_empty(x.shape[0] if per_sample else ())
-        step = _step(ctx, stack, x, probes, logits, parameters)
+        step, held = _step(ctx, stack, x, probes, logits, parameters)
         step.forward(_workspace(ctx, stack, step), penalty.data_ptr(), per_sample, 0, 0)
+        del held  # not before
         ctx.set_materialize_grads(False)
         return logits, penalty
 
@@ -198,7 +202,7 @@ class _Loss(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> Tensor:
         target = criterion.target.resolve_neg().contiguous()
-        step = _step(ctx, stack, x, probes, logits, parameters)
+        step, held = _step(ctx, stack, x, probes, logits, parameters)
         step.criterion(
             CRITERIA[criterion.kind],
             target.data_ptr(),
@@ -210,6 +214,7 @@ class _Loss(torch.autograd.Function):
         step.forward(
             _workspace(ctx, stack, step), task + parts.element_size(), False, task, total.data_ptr()
         )
+        del held  # not before
         return total
 
     @staticmethod

@@ -299,6 +299,21 @@ def test_images_are_flattened():
     assert all(torch.equal(a, b) for a, b in zip(run(model, x, v), flat, strict=True))
 
 
+def test_memory_goes_back_without_the_garbage_collector():
+    model, x = stack([6, 20, 3]), torch.randn(4, 6, dtype=torch.float64)
+    gc.disable()
+    try:
+        for result in (lambda: run(model, x), lambda: run(model, x)[0].sum().backward()):
+            result()
+            spares = _stack.plan(model, x, "orthogonal")._fused["orthogonal"].spares
+            assert len(spares) == 1
+            address = spares[0].data_ptr()
+            result()
+            assert [t.data_ptr() for t in spares] == [address]
+    finally:
+        gc.enable()
+
+
 def test_spare_workspaces_are_bounded():
     model, x = stack([6, 20, 3]), torch.randn(4, 6, dtype=torch.float64)
     alive = [run(model, x) for _ in range(6)]
