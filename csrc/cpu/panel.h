@@ -146,7 +146,7 @@ __attribute__((noinline)) void nn_tile(int64_t K, const T* a, int64_t a_panel, c
   NORMALIGN_UNROLL
   for (int i = 0; i < MR; ++i) {
     NORMALIGN_UNROLL
-    for (int j = 0; j < NV; ++j) acc[i][j] = first ? V{} : load(partial + (row + i) * PW + j * W);
+    for (int j = 0; j < NV; ++j) acc[i][j] = V{};
   }
   for (int64_t k = 0; k < K; k += PW, a += a_panel) {
     const int64_t count = K - k < PW ? K - k : PW;
@@ -162,6 +162,13 @@ __attribute__((noinline)) void nn_tile(int64_t K, const T* a, int64_t a_panel, c
         NORMALIGN_UNROLL
         for (int j = 0; j < NV; ++j) acc[i][j] += x * bv[j];
       }
+    }
+  }
+  if (!first) {  // added at the end: a sum over many pieces then errs like one over few terms
+    NORMALIGN_UNROLL
+    for (int i = 0; i < MR; ++i) {
+      NORMALIGN_UNROLL
+      for (int j = 0; j < NV; ++j) acc[i][j] += load(partial + (row + i) * PW + j * W);
     }
   }
   if (last) {
