@@ -7,11 +7,9 @@ same probes. The table in docs/support.md is made from ``CELLS``;
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
+import gc
 import pathlib
-import socket
 import warnings
 
 import pytest
@@ -222,29 +220,31 @@ def distributed(case, results):
     )
 
 
-def _rank(rank, port, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _rank(rank, folder):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    # A file as the meeting place: no server thread that one rank could take away from the other.
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
+    )
     try:
-        results = {}
-        for name in MODELS:
-            case = Case(name)
-            wrapped = nn.parallel.DistributedDataParallel(case.model)
-            case.loss(wrapped, slice(4 * rank, 4 * rank + 4)).backward()
-            results[name] = case.gradients()
-        torch.save(results, f"{folder}/{rank}.pt")
+        torch.save({name: _gradients(name, rank) for name in MODELS}, f"{folder}/{rank}.pt")
+        gc.collect()  # no wrapped model may outlive the group: its threads would end the process
+        torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _gradients(name, rank):
+    case = Case(name)
+    wrapped = nn.parallel.DistributedDataParallel(case.model)
+    case.loss(wrapped, slice(4 * rank, 4 * rank + 4)).backward()
+    return case.gradients()
 
 
 @pytest.fixture(scope="module")
 def distributed_gradients(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    with contextlib.closing(socket.socket()) as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (port, str(folder)), nprocs=2)
+    torch.multiprocessing.spawn(_rank, (str(folder),), nprocs=2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
