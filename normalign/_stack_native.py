@@ -13,7 +13,7 @@ from normalign._first_order import first_order
 from normalign._stack_recognise import Layer
 
 # Both must agree with the enumerations in csrc/grokalign_stack.h.
-PENALTIES = {"none": 0, "orthogonal": 1, "jacobian": 2, "joint": 3}
+PENALTIES = {"orthogonal": 1, "jacobian": 2, "joint": 3}
 CRITERIA = {"cross_entropy": 1, "squared_error": 2}
 _MOST_SPARE_BYTES = 64 << 20  # larger workspaces are given back to the system
 
