@@ -14,7 +14,7 @@ from torch import Tensor
 from normalign import _pgd
 from normalign._checks import check_choice, check_count, check_float, check_positive, check_shape
 from normalign._pgd import PUBLISHED, STRONG, Outcome, Settings, Victim
-from normalign._rfam_base import RFAMBase
+from normalign._rfam_base import RFAMBase, _available, _moved
 from normalign._rfam_fit import Machine
 from normalign._rfam_pgd import pgd
 from normalign.rfam import RFAMClassifier
@@ -113,7 +113,9 @@ def as_problem(model: Any, x: Any, y: Any) -> Problem:
         if not isinstance(model, RFAMClassifier):
             msg = f"an attack needs a classifier, got {type(model).__name__}"
             raise TypeError(msg)
-        machine = model.machine_
+        # Fitted state rests on the CPU; the attack runs where the estimator computes.
+        device = model.device if _available(model.device) else "cpu"
+        machine = _moved(model.machine_, device)
         values = x.detach().cpu().numpy() if isinstance(x, Tensor) else x
         rows = torch.from_numpy(np.array(model._check_rows(values)))
         found = np.asarray(y.cpu().numpy() if isinstance(y, Tensor) else y)
@@ -128,7 +130,7 @@ def as_problem(model: Any, x: Any, y: Any) -> Problem:
             raise ValueError(msg)
         labels = torch.from_numpy(codes)
         as_numpy = not isinstance(x, Tensor)
-        rows = rows.to(machine.mean.dtype)
+        rows, labels = rows.to(device, machine.mean.dtype), labels.to(device)
         return Problem(MachineVictim(machine), model, rows, labels, machine, as_numpy)
     if isinstance(model, Machine):
         check_float("x", x)

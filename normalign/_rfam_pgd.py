@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from normalign import _dispatch, _load
+from normalign import _dispatch, _load, _rfam_attack_cuda
 from normalign._checks import check_choice, check_count, check_shape
 from normalign._rfam_kernels import machine_tuple, native
 from normalign._rfam_machine import Machine
@@ -108,6 +108,12 @@ def pgd(
         raise TypeError(msg)
     current = x.clone() if start is None else start.clone()
     points = machine.packed
+    if points.gpu and _rfam_attack_cuda.serves(machine):
+        found = _rfam_attack_cuda.attack_machine(
+            machine, x, targets, current, eps, step, iterations=iters, loss=loss, norm=norm,
+            lower=lower, upper=upper, select=select,
+        )  # fmt: skip
+        return Attack(found.points[0, 0].to(x.dtype), found.value[0, 0], found.zero_gradients[0, 0])
     if x.device.type == "cpu" and not points.gpu and points.reason is None:
         bounds = (lower, upper)
         return _native(machine, x, targets, current, eps, step, iters, loss, norm, bounds, select)

@@ -26,6 +26,8 @@ from normalign._certificate import certified_distance, unit_distance
 from normalign._checks import check_choice, check_count
 from normalign._jacobian_measures import effective_ranks, normal_alignments
 from normalign._pgd import Settings, Victim
+from normalign._rfam_base import _moved
+from normalign._rfam_machine import Machine
 from normalign._robustness_report import RobustnessReport
 from normalign.rfam import RFAMClassifier
 
@@ -101,7 +103,9 @@ def pgd_attack(
     outcome = attack_rows(
         problem, None, scale, settings, as_generator(random_state), bounds, batch_size
     )
-    return outcome.x.numpy() if problem.as_numpy else outcome.x
+    if problem.as_numpy:
+        return outcome.x.cpu().numpy()
+    return outcome.x.to(x.device)
 
 
 def certified_radius(
@@ -132,10 +136,16 @@ def certified_radius(
     if problem.machine is None:
         msg = f"a certificate needs an RFAMClassifier, got {type(model).__name__}"
         raise TypeError(msg)
-    distance = certified_distance(problem.machine, problem.x, problem.labels)
+    machine, distance = _certified_distance(problem.machine, problem)
     ones = torch.ones(problem.x.shape[1], dtype=torch.float64)
-    unit = unit_distance(problem.machine.factor, ones, norm)
+    unit = unit_distance(machine.factor, ones, norm)
     return np.asarray((distance / unit).numpy()) if unit > 0 else _keeps(distance)
+
+
+def _certified_distance(machine: Machine, problem: Problem) -> tuple[Machine, Tensor]:
+    """Computed on the CPU, in float64; with the machine there."""
+    machine = _moved(machine, "cpu")
+    return machine, certified_distance(machine, problem.x.cpu(), problem.labels.cpu())
 
 
 def _keeps(distance: Tensor) -> Array:
@@ -292,10 +302,10 @@ def _certified(
     if problem.machine is None or not laplace:
         msg = 'certify needs an RFAMClassifier with kernel="laplace"'
         raise ValueError(msg)
-    distance = certified_distance(problem.machine, problem.x, problem.labels)
-    shares = []
+    machine, distance = _certified_distance(problem.machine, problem)
+    shares, right = [], ~wrong.cpu()
     for radius in radii:
-        scale = region(problem.x, radius, frozen)
-        reached = unit_distance(problem.machine.factor, scale, norm)
-        shares.append(_share(~wrong & ((distance > reached) | (radius == 0.0))))
+        scale = region(problem.x, radius, frozen).cpu()
+        reached = unit_distance(machine.factor, scale, norm)
+        shares.append(_share(right & ((distance > reached) | (radius == 0.0))))
     return shares

@@ -7,6 +7,7 @@
 
 namespace normalign {
 
+void bind_attack_gpu(py::module_& m);
 void bind_laplace_gpu(py::module_& m);
 void bind_stack_gpu(py::module_& m);
 
@@ -63,6 +64,7 @@ PYBIND11_MODULE(NORMALIGN_GPU_MODULE, m) {
   m.def("orthogonal_projection_f64", &projection<double>);
   m.def("orthogonal_projection_backward_f32", &projection_backward<float>);
   m.def("orthogonal_projection_backward_f64", &projection_backward<double>);
+  bind_attack_gpu(m);
   bind_laplace_gpu(m);
   bind_stack_gpu(m);
 }

@@ -1,8 +1,7 @@
 // See laplace.h. Every kernel makes 64 x 64 tiles of K or W, 4 x 4 entries a thread, from
 // differences of coordinates that pass through shared memory.
 #pragma once
-#include "laplace.h"
-#include "portable.cuh"
+#include "kernel_value.cuh"
 
 namespace normalign {
 namespace {
@@ -13,25 +12,6 @@ template <class T>
 constexpr int laplace_depth = 64 / sizeof(T);  // coordinates in shared memory at a time
 constexpr int laplace_pitch = laplace_tile + 4;
 constexpr int kept_cols = 64;  // result columns of a streaming kernel's block
-
-template <class T>
-__device__ __forceinline__ T kernel_value(GpuKernel<T> k, T squared) {
-  if (k.exponent == T(2)) return exp(-squared * k.inverse * k.inverse);
-  const T t = sqrt(squared) * k.inverse;
-  return exp(k.exponent == T(1) ? -t : -pow(t, k.exponent));
-}
-
-// W as in the reference: 0 at distance 0, where a Laplace kernel has no gradient.
-template <class T>
-__device__ __forceinline__ T kernel_weight(GpuKernel<T> k, T squared) {
-  if (squared == T(0)) return T(0);
-  const T scale = k.exponent * k.inverse * k.inverse;
-  if (k.exponent == T(2)) return scale * exp(-squared * k.inverse * k.inverse);
-  const T t = sqrt(squared) * k.inverse;
-  if (k.exponent == T(1)) return scale * exp(-t) / t;
-  const T power = pow(t, k.exponent);
-  return scale * power / (t * t) * exp(-power);
-}
 
 template <class T>
 struct LaplaceTile {

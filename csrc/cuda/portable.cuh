@@ -78,6 +78,22 @@ __device__ __forceinline__ T block_sum(T value, T* partial) {
   return value;
 }
 
+// A product and a sum that are rounded each, as torch's are: never one fused operation.
+__device__ __forceinline__ double multiply_rounded(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+__device__ __forceinline__ double add_rounded(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
 // Values that a thread loads and stores at once: 16 bytes where the address allows it.
 template <class T>
 constexpr int wide = 16 / sizeof(T);

@@ -1,4 +1,5 @@
 // The kernels of csrc/cuda, compiled for the host.
+#include "../cuda/attack.cu"
 #include "../cuda/laplace.cu"
 #include "../cuda/orthogonal_projection.cu"
 #include "../cuda/stack.cu"
