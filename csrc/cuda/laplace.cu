@@ -7,6 +7,15 @@ unsigned tiles_of(int64_t n) {
   return unsigned((n + laplace_tile - 1) / laplace_tile);
 }
 
+template <class T, bool weights, bool products>
+Status launch_gram(GpuKernel<T> kernel, int64_t m, int64_t n, int width, const T* x, const T* z,
+                   T* out, cudaStream_t stream) {
+  const dim3 grid(tiles_of(n), tiles_of(m));
+  NORMALIGN_LAUNCH((gram_kernel<T, weights, products>), grid, dim3(laplace_threads), 0, stream,
+                   kernel, m, n, width, x, z, out);
+  return launch_status();
+}
+
 template <class T, bool gradient>
 Status launch_stream(GpuKernel<T> kernel, int64_t m, int64_t n, int width, int c, int parts,
                      const T* x, const T* z, const T* coef, const T* cotangent, T* out,
@@ -24,15 +33,11 @@ Status launch_stream(GpuKernel<T> kernel, int64_t m, int64_t n, int width, int c
 template <class T>
 Status laplace_gram_gpu(GpuKernel<T> kernel, bool weights, int64_t m, int64_t n, int width,
                         const T* x, const T* z, T* out, Stream stream) {
-  const dim3 grid(tiles_of(n), tiles_of(m));
-  const auto on = static_cast<cudaStream_t>(stream);
-  if (weights)
-    NORMALIGN_LAUNCH((gram_kernel<T, true>), grid, dim3(laplace_threads), 0, on, kernel, m, n,
-                     width, x, z, out);
-  else
-    NORMALIGN_LAUNCH((gram_kernel<T, false>), grid, dim3(laplace_threads), 0, on, kernel, m, n,
-                     width, x, z, out);
-  return launch_status();
+  const bool products = width > widest_differences;
+  const auto launch = weights ? products ? launch_gram<T, true, true> : launch_gram<T, true, false>
+                      : products ? launch_gram<T, false, true>
+                                 : launch_gram<T, false, false>;
+  return launch(kernel, m, n, width, x, z, out, static_cast<cudaStream_t>(stream));
 }
 
 template <class T>

@@ -1,62 +1,25 @@
-// See laplace.h. Every kernel makes 64 x 64 tiles of K or W, 4 x 4 entries a thread, from
-// differences of coordinates that pass through shared memory.
+// See laplace.h. Every kernel makes 64 x 64 tiles of K or W, 4 x 4 entries a thread.
 #pragma once
+#include "distance_tile.cuh"
 #include "kernel_value.cuh"
 
 namespace normalign {
 namespace {
 
-constexpr int laplace_threads = 256;
-constexpr int laplace_tile = 64;
-template <class T>
-constexpr int laplace_depth = 64 / sizeof(T);  // coordinates in shared memory at a time
-constexpr int laplace_pitch = laplace_tile + 4;
 constexpr int kept_cols = 64;  // result columns of a streaming kernel's block
 
-template <class T>
-struct LaplaceTile {
-  T x[laplace_depth<T>][laplace_pitch];
-  T z[laplace_depth<T>][laplace_pitch];
-  T entries[laplace_tile][laplace_tile + 1];
-};
-
 // Makes entry (i, j) = value(i, j, squared distance) for 64 points x from i0 on and 64 points z
-// from j0 on. Thread (a, b) of 16 x 16 has rows 4 a .. 4 a + 3 and columns 4 b .. 4 b + 3. Points
-// that do not exist count as zeros.
-template <class T, class Value>
+// from j0 on. Points that do not exist count as zeros.
+template <class T, bool products = false, class Value>
 __device__ __forceinline__ void make_tile(LaplaceTile<T>& tile, const T* x, int64_t i0, int64_t m,
                                           const T* z, int64_t j0, int64_t n, int width,
                                           Value value) {
-  constexpr int depth = laplace_depth<T>;
   const int rows = threadIdx.x / 16 * 4, cols = threadIdx.x % 16 * 4;
   T squared[4][4] = {};
-  for (int d0 = 0; d0 < width; d0 += depth) {
-    __syncthreads();  // the coordinates before have been used
-    NORMALIGN_UNROLL
-    for (int e = 0; e < laplace_tile * depth / laplace_threads; ++e) {
-      const int at = threadIdx.x + e * laplace_threads;
-      const int d = at % depth, p = at / depth;
-      const bool inside = d0 + d < width;
-      tile.x[d][p] = inside && i0 + p < m ? x[(i0 + p) * width + d0 + d] : T(0);
-      tile.z[d][p] = inside && j0 + p < n ? z[(j0 + p) * width + d0 + d] : T(0);
-    }
-    __syncthreads();
-    const int terms = width - d0 < depth ? width - d0 : depth;
-    for (int d = 0; d < terms; ++d) {
-      T u[4], v[4];
-      NORMALIGN_UNROLL
-      for (int a = 0; a < 4; ++a) {
-        u[a] = tile.x[d][rows + a];
-        v[a] = tile.z[d][cols + a];
-      }
-      NORMALIGN_UNROLL
-      for (int a = 0; a < 4; ++a) NORMALIGN_UNROLL
-      for (int b = 0; b < 4; ++b) {
-        const T difference = u[a] - v[b];
-        squared[a][b] += difference * difference;
-      }
-    }
-  }
+  if constexpr (products)
+    distances_by_products(tile, x, i0, m, z, j0, n, width, squared);
+  else
+    distances_by_differences(tile, x, i0, m, z, j0, n, width, squared);
   NORMALIGN_UNROLL
   for (int a = 0; a < 4; ++a) NORMALIGN_UNROLL
   for (int b = 0; b < 4; ++b) tile.entries[rows + a][cols + b] = squared[a][b];
@@ -70,14 +33,14 @@ __device__ __forceinline__ void make_tile(LaplaceTile<T>& tile, const T* x, int6
   __syncthreads();
 }
 
-template <class T, bool weights>
+template <class T, bool weights, bool products>
 __global__ void __launch_bounds__(laplace_threads, 1)
     gram_kernel(GpuKernel<T> k, int64_t m, int64_t n, int width, const T* x, const T* z, T* out) {
   NORMALIGN_SHARED(LaplaceTile<T>, tile, [1]);
   const bool symmetric = x == z && m == n;           // not some of the rows against all
   if (symmetric && blockIdx.x < blockIdx.y) return;  // the mirror tile writes this one
   const int64_t i0 = int64_t(blockIdx.y) * laplace_tile, j0 = int64_t(blockIdx.x) * laplace_tile;
-  make_tile(tile[0], x, i0, m, z, j0, n, width, [&](int, int, T squared) {
+  make_tile<T, products>(tile[0], x, i0, m, z, j0, n, width, [&](int, int, T squared) {
     return weights ? kernel_weight(k, squared) : kernel_value(k, squared);
   });
   const auto& result = tile[0].entries;

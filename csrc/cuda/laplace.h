@@ -1,6 +1,7 @@
 // Kernels exp(-(D / L)^q) between points in factor space, where D is Euclidean, on a GPU. Points
 // are row-major and contiguous. Distances are sums of squared differences: K_ii is 1 exactly, and
-// points far from the origin lose nothing.
+// points far from the origin lose nothing. For K and W of more than 32 coordinates that holds for
+// near pairs alone; others take products (distance_tile.cuh says how near, and the error).
 #pragma once
 #include "launch.h"
 
