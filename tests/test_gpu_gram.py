@@ -1,4 +1,4 @@
-"""Kernel matrices of more than 32 coordinates on the GPU: products, and differences for near pairs."""
+"""Kernel matrices of more than 32 coordinates on the GPU: products; differences for near pairs."""
 
 import pytest
 import torch
