@@ -21,7 +21,7 @@ def test_reduced_xor_follows_the_full_one(method):
     for setup_function in (xor_full, xor):
         torch.manual_seed(3)
         setup = setup_function(**size)
-        step = make_step(task, method, setup.model, 1.0, torch.Generator().manual_seed(5))
+        step = make_step(task, method, setup, 1.0, torch.Generator().manual_seed(5))
         optimizer = make_optimizer(task, method, setup.model.parameters())
         for _ in range(30):
             step(setup.x, setup.y)
@@ -52,7 +52,7 @@ def test_methods_train(method):
     task = dataclasses.replace(TASKS["parity"], weights={method: 0.1})
     torch.manual_seed(0)
     setup = task.setup(samples=50)
-    step = make_step(task, method, setup.model, 0.1, torch.Generator().manual_seed(0))
+    step = make_step(task, method, setup, 0.1, torch.Generator().manual_seed(0))
     optimizer = make_optimizer(task, method, setup.model.parameters())
     before = task.loss(setup.model(setup.x), setup.y).item()
     penalties = []
@@ -70,7 +70,7 @@ def test_token_penalty_reaches_embeddings_and_task_does_too():
     task = TASKS["tokens"]
     gradients = []
     for weight in (0.0, 1.0):
-        step = make_step(task, "orthogonal", setup.model, weight, torch.Generator().manual_seed(0))
+        step = make_step(task, "orthogonal", setup, weight, torch.Generator().manual_seed(0))
         step(setup.x, setup.y)
         gradients.append(setup.model.token.weight.grad.clone())
     task.loss(setup.model(setup.x), setup.y).backward()

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 import torch
 from baselines.grokalign import authors_joint
 from baselines.problems import Problem
-from torch import Tensor, nn
+from torch import Tensor
 
 import normalign
-from grokking.tasks import Task
+from grokking.tasks import Setup, Task
 from normalign.optim import EgalitarianGradient, Grokfast, OrthoGrad
 
 Step = Callable[[Tensor, Tensor], float]
@@ -32,7 +32,7 @@ METHODS = {
     "baseline": Method("Baseline"),
     "grokfast": Method("Grokfast", wrap=lambda base: Grokfast(base, 0.8, 0.1)),
     "orthograd": Method("OrthoGrad", wrap=OrthoGrad, sgd_momentum=0.8),
-    "egalitarian": Method("Egalitarian descent", wrap=EgalitarianGradient, sgd_momentum=0.0),
+    "egalitarian": Method("Egalitarian descent", wrap=EgalitarianGradient),
     "jacobian": Method("Jacobian norm", penalty="jacobian"),
     "orthogonal": Method("GrokAlign, orthogonal", penalty="orthogonal"),
     "joint": Method("GrokAlign, joint", penalty="joint"),
@@ -56,17 +56,15 @@ def make_optimizer(task: Task, name: str, params: Iterable[Tensor]) -> torch.opt
 
 
 def make_step(
-    task: Task, name: str, model: nn.Module, weight: float, generator: torch.Generator
+    task: Task, name: str, setup: Setup, weight: float, generator: torch.Generator
 ) -> Step:
     """A function of a batch that leaves gradients in the parameters and returns the penalty."""
-    method = METHODS[name]
-    # A model on tokens is penalised as a function of its embeddings.
-    embed, body = getattr(model, "embed", lambda x: x), getattr(model, "body", model)
+    method, model = METHODS[name], setup.model
+    embed, body = setup.penalised()
     probes = "sphere" if method.penalty == "joint" else "gaussian"
 
-    def authors(x: Tensor, y: Tensor) -> float:
-        problem = Problem(name, model, x, y, task.loss, weight)
-        return authors_joint(problem)()[1].item()
+    if method.authors:
+        return lambda x, y: authors_joint(Problem(name, model, x, y, task.loss, weight))()[1].item()
 
     def step(x: Tensor, y: Tensor) -> float:
         model.zero_grad()
@@ -79,4 +77,4 @@ def make_step(
         (task.loss(logits, y) + weight * penalty).backward()
         return penalty.item()
 
-    return authors if method.authors else step
+    return step

@@ -11,35 +11,26 @@ import torch
 from torch import Tensor, nn
 
 import normalign
-from grokking.methods import METHODS, make_optimizer, make_step
+from grokking.methods import METHODS
+from grokking.runner import Spec, Training
 from grokking.tasks import TASKS
 
 
-def snapshots(task_name: str, method: str, seed: int, points: int = 1024) -> dict[str, nn.Module]:
+def snapshots(training: Training, max_epochs: int = 20_000) -> dict[str, nn.Module]:
     """The network at memorisation, at the grok, and after half as many epochs again."""
-    task = TASKS[task_name]
-    torch.manual_seed(seed)
-    setup = task.setup(samples=points)
-    model, found, last = setup.model, {}, task.max_epochs
-    batches, probes = (torch.Generator().manual_seed(1000 * seed + i) for i in range(2))
-    step = make_step(task, method, model, task.weights.get(method, 0.0), probes)
-    optimizer = make_optimizer(task, method, model.parameters())
-    epoch = 0
+    found: dict[str, nn.Module] = {}
+    epoch, last = 0, max_epochs
     while epoch < last:
-        for rows in torch.randperm(points, generator=batches).split(task.batch or points):
-            step(setup.x[rows], setup.y[rows])
-            optimizer.step()
+        training.epoch()
         epoch += 1
-        with torch.no_grad():
-            train = task.accuracy(model(setup.x), setup.y)
-            test = task.accuracy(model(setup.x_test), setup.y_test)
-        if not found and train > task.train_above:
-            found[f"memorised, epoch {epoch}: test {test:.0f}%"] = copy.deepcopy(model)
-        if len(found) == 1 and train > task.train_above and test > task.test_above:
-            found[f"grokked, epoch {epoch}: test {test:.0f}%"] = copy.deepcopy(model)
+        measured = training.measure()
+        moment = f"epoch {epoch}: test {measured['test']:.0f}%"
+        if not found and measured["train"] > training.task.train_above:
+            found[f"memorised, {moment}"] = copy.deepcopy(training.setup.model)
+        if len(found) == 1 and training.passed(measured):
+            found[f"grokked, {moment}"] = copy.deepcopy(training.setup.model)
             last = epoch + max(epoch // 2, 50)
-    found[f"later, epoch {epoch}: test {test:.0f}%"] = model
-    return found
+    return {**found, f"later, {moment}": training.setup.model}
 
 
 def patterns(model: nn.Module, points: Tensor) -> Tensor:
@@ -59,8 +50,8 @@ def patterns(model: nn.Module, points: Tensor) -> Tensor:
 
 def draw(task_name: str, method: str, seed: int, path: pathlib.Path, size: int = 500) -> None:
     """Regions, boundaries, points and centroids, a panel for each snapshot."""
-    torch.manual_seed(seed)
-    setup = TASKS[task_name].setup()
+    training = Training(Spec(task_name, method, seed))
+    setup = training.setup
     chosen = torch.stack([setup.x[(setup.y == k).nonzero()[0, 0]] for k in (0, 1, 2)])
     # The plane through the three points, in an orthonormal frame around their mean.
     centre = chosen.mean(0)
@@ -69,7 +60,7 @@ def draw(task_name: str, method: str, seed: int, path: pathlib.Path, size: int =
     reach = 1.6 * flat.abs().max().item()
     ticks = torch.linspace(-reach, reach, size, dtype=chosen.dtype)
     grid = torch.cartesian_prod(ticks, ticks)
-    models = snapshots(task_name, method, seed)
+    models = snapshots(training)
     figure, axes = plt.subplots(1, len(models), figsize=(5.2 * len(models), 6), squeeze=False)
     for axis, (title, model) in zip(axes[0], models.items(), strict=True):
         parts = [

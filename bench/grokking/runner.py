@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import math
 import multiprocessing
 import pathlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 import normalign
 from grokking.methods import make_optimizer, make_step
-from grokking.tasks import TASKS, Setup
+from grokking.tasks import TASKS
 
 Row = dict[str, Any]
-BEAT = "{} epoch {} train {:.0f} test {:.0f}"
 TRACED_POINTS = 16  # training points whose Jacobians a traced run measures
 
 
@@ -56,117 +54,103 @@ class Spec:
 
 
 def logged(epoch: int) -> bool:
-    """The epochs at which the authors' code measures accuracy: finer early, coarser late."""
-    return (
-        epoch % (1 if epoch < 100 else 10 if epoch < 1000 else 100 if epoch < 10_000 else 1000) == 0
-    )
+    """Where the authors' code measures: each epoch to 100, each 10th to 1000, and so on."""
+    return epoch % 10 ** max(len(str(epoch)) - 2, 0) == 0
 
 
-def geometry(setup: Setup) -> Row:
-    """Means over some training points of what the paper follows through training."""
-    x = setup.x[:TRACED_POINTS]
-    model = setup.model
-    if hasattr(model, "embed"):
-        x, model = model.embed(x).detach(), model.body
-    return {
-        "normal": normalign.normal_alignment(model, x).mean().item(),
-        "centroid": normalign.centroid_alignment(model, x).mean().item(),
-        "rank": normalign.effective_rank(model, x).mean().item(),
-    }
+class Training:
+    """A task under a method, from a seed: model, data, optimizer and streams of random numbers."""
+
+    def __init__(self, spec: Spec) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(spec.seed)
+        self.task = TASKS[spec.task]
+        self.setup = self.task.setup(**({"samples": spec.samples} if spec.samples else {}))
+        # All methods see the same batches, and probes come from a stream of their own.
+        self.batches, probes = (torch.Generator().manual_seed(1000 * spec.seed + i) for i in (0, 1))
+        self.step = make_step(self.task, spec.method, self.setup, spec.weight_used, probes)
+        self.optimizer = make_optimizer(self.task, spec.method, self.setup.model.parameters())
+
+    def epoch(self) -> float:
+        """Trains on every point once; returns the penalty of the last batch."""
+        x, y, size = self.setup.x, self.setup.y, self.task.batch
+        order = torch.randperm(len(x), generator=self.batches)
+        for rows in order.split(size) if size else [slice(None)]:
+            penalty = self.step(x[rows], y[rows])
+            self.optimizer.step()
+        return penalty
+
+    def measure(self) -> Row:
+        """Accuracies in percent on training points, test points and, if the task asks, noise."""
+        setup = self.setup
+        sets = {"train": (setup.x, setup.y), "test": (setup.x_test, setup.y_test)}
+        if setup.disturb is not None:
+            sets["noisy"] = (setup.disturb(setup.x_test), setup.y_test)
+        with torch.no_grad():
+            return {k: self.task.accuracy(setup.model(x), y) for k, (x, y) in sets.items()}
+
+    def passed(self, measured: Row) -> bool:
+        """Whether these accuracies count as grokked."""
+        held_out = [v for k, v in measured.items() if k != "train"]
+        return measured["train"] > self.task.train_above and min(held_out) > self.task.test_above
+
+    def geometry(self) -> Row:
+        """Means over some training points of what the paper follows through training."""
+        embed, body = self.setup.penalised()
+        x = embed(self.setup.x[:TRACED_POINTS]).detach()
+        return {
+            "normal": normalign.normal_alignment(body, x).mean().item(),
+            "centroid": normalign.centroid_alignment(body, x).mean().item(),
+            "rank": normalign.effective_rank(body, x).mean().item(),
+        }
 
 
-def accuracy(spec: Spec, setup: Setup, x: Tensor, y: Tensor) -> float:
-    with torch.no_grad():
-        return TASKS[spec.task].accuracy(setup.model(x), y)
-
-
-def run(spec: Spec, deadline: float = math.inf, heartbeat: Any = None) -> Row | None:
+def run(spec: Spec, deadline: float = math.inf) -> Row | None:
     """Trains until it groks or reaches its cap; None if the deadline came first."""
-    task = TASKS[spec.task]
-    torch.set_num_threads(1)
-    torch.manual_seed(spec.seed)
-    setup = task.setup(**({"samples": spec.samples} if spec.samples else {}))
-    model = setup.model
-    # All methods see the same batches, and probes come from a stream of their own.
-    batches, probes = (torch.Generator().manual_seed(1000 * spec.seed + i) for i in range(2))
-    step = make_step(task, spec.method, model, spec.weight_used, probes)
-    optimizer = make_optimizer(task, spec.method, model.parameters())
-    count = len(setup.x)
-    size = task.batch or count
-
+    training = Training(spec)
     history: list[Row] = []
     memorised = grokked = None
     seconds = cpu = penalty = due = 0.0
     epoch, last = 0, spec.cap
     while True:
         if logged(epoch) or epoch == last:
-            entry: Row = {"epoch": epoch, "train": accuracy(spec, setup, setup.x, setup.y)}
-            entry["test"] = accuracy(spec, setup, setup.x_test, setup.y_test)
-            passed = entry["train"] > task.train_above and entry["test"] > task.test_above
-            if setup.disturb is not None:
-                entry["noisy"] = accuracy(spec, setup, setup.disturb(setup.x_test), setup.y_test)
-                passed = passed and entry["noisy"] > task.test_above
-            if memorised is None and entry["train"] > task.train_above:
+            measured = training.measure()
+            entry = {"epoch": epoch, **measured}
+            if memorised is None and measured["train"] > training.task.train_above:
                 memorised = epoch
-            if grokked is None and passed:
+            if grokked is None and training.passed(measured):
                 grokked, at_grok = epoch, (seconds, cpu)
                 last = min(last, epoch + 20 + epoch // 4) if spec.trace else epoch
             # Jacobians of many outputs cost more than training: at epochs 12% apart, and turns.
             if spec.trace and (epoch >= due or epoch in (memorised, grokked, last)):
-                entry |= {"penalty": penalty, **geometry(setup)}
+                entry |= {"penalty": penalty, **training.geometry()}
                 due = 1.12 * epoch
             history.append(entry)
-            if heartbeat is not None:
-                heartbeat.put((spec.key, epoch, entry["train"], entry["test"]))
         if epoch >= last or not math.isfinite(penalty):
             break
         if time.time() > deadline:
             return None
         wall_start, cpu_start = time.perf_counter(), time.process_time()
-        order = torch.randperm(count, generator=batches)
-        for rows in [slice(None)] if size == count else order.split(size):
-            penalty = step(setup.x[rows], setup.y[rows])
-            optimizer.step()
+        penalty = training.epoch()
         seconds += time.perf_counter() - wall_start
         cpu += time.process_time() - cpu_start
         epoch += 1
     wall, processor = at_grok if grokked is not None else (seconds, cpu)
     return {
         "key": spec.key, "task": spec.task, "method": spec.method, "seed": spec.seed,
-        "weight": spec.weight_used, "samples": count, "cap": spec.cap, "memorised": memorised,
-        "grokked": grokked, "epochs": epoch, "seconds": round(wall, 3), "cpu": round(processor, 3),
-        "final": history[-1], "history": history if spec.trace else [],
+        "weight": spec.weight_used, "samples": len(training.setup.x), "cap": spec.cap,
+        "memorised": memorised, "grokked": grokked, "epochs": epoch, "seconds": round(wall, 3),
+        "cpu": round(processor, 3), "final": history[-1], "history": history if spec.trace else [],
     }  # fmt: skip
-
-
-def epoch_cost(task_name: str, method: str, seconds: float = 1.0) -> float:
-    """Processor milliseconds of one epoch of training on one thread."""
-    task = TASKS[task_name]
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    setup = task.setup()
-    weight = task.weights.get(method, 0.0)
-    step = make_step(task, method, setup.model, weight, torch.Generator().manual_seed(0))
-    optimizer = make_optimizer(task, method, setup.model.parameters())
-    epochs, start = 0, time.process_time()
-    while epochs < 3 or time.process_time() - start < seconds:
-        order = torch.arange(len(setup.x)).split(task.batch or len(setup.x))
-        for rows in order if task.batch else [slice(None)]:
-            step(setup.x[rows], setup.y[rows])
-            optimizer.step()
-        epochs += 1
-    return 1000 * (time.process_time() - start) / epochs
 
 
 def read(path: pathlib.Path) -> dict[str, Row]:
     """Finished runs by key; the last of a key counts, a line cut short does not."""
     rows: dict[str, Row] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        rows[row["key"]] = row
+            rows[row["key"]] = row
     return rows
 
 
@@ -182,46 +166,27 @@ def missing(specs: Iterable[Spec], rows: dict[str, Row]) -> list[Spec]:
     return [s for s in dict.fromkeys(specs) if not answered(s)]
 
 
-def _results(specs: Sequence[Spec], jobs: int, deadline: float, bar: Any) -> Iterator[Any]:
-    """Pairs of a spec and its row, as they come; with one job in this process."""
-    if jobs == 1:
-        show = SimpleNamespace(put=lambda beat: bar.set_postfix_str(BEAT.format(*beat)))
-        yield from ((spec, run(spec, deadline, show)) for spec in specs)
-        return
-    context = multiprocessing.get_context("spawn")
-    with (
-        context.Manager() as manager,
-        concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool,
-    ):
-        beats = manager.Queue()
-        futures = {pool.submit(run, spec, deadline, beats): spec for spec in specs}
-        waiting = set(futures)
-        while waiting:
-            done, waiting = concurrent.futures.wait(waiting, timeout=2)
-            running = {}
-            while not beats.empty():
-                beat = beats.get()
-                running[beat[0]] = BEAT.format(*beat)
-            if running:
-                bar.set_postfix_str("; ".join(running.values()))
-            yield from ((futures[f], f.result()) for f in done)
-
-
 def run_all(
     specs: Sequence[Spec], path: pathlib.Path, jobs: int = 1, minutes: float = math.inf
 ) -> list[Spec]:
     """Runs what the file lacks, in the given order; returns what the time did not suffice for."""
-    todo = missing(specs, read(path))
+    todo, left = missing(specs, read(path)), []
     deadline = time.time() + 60 * minutes
-    left = []
     path.parent.mkdir(parents=True, exist_ok=True)
     text = path.read_text() if path.exists() else ""
     if text and not text.endswith("\n"):
         path.write_text(text + "\n")  # a line cut short stays, and is skipped
-    with path.open("a") as out, tqdm(total=len(todo), unit="run", smoothing=0) as bar:
-        for spec, row in _results(todo, jobs, deadline, bar):
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        concurrent.futures.ProcessPoolExecutor(jobs, spawn) as pool,
+        path.open("a") as out,
+        tqdm(total=len(todo), unit="run", smoothing=0) as bar,
+    ):
+        futures = {pool.submit(run, spec, deadline): spec for spec in todo}
+        for future in concurrent.futures.as_completed(futures):
+            row = future.result()
             if row is None:
-                left.append(spec)
+                left.append(futures[future])
                 continue
             out.write(json.dumps(row) + "\n")
             out.flush()

@@ -6,6 +6,8 @@ Written with plain autograd, so that they also check the package's geometry from
 from __future__ import annotations
 
 import copy
+import json
+import pathlib
 import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -203,10 +205,11 @@ def theorem3(seed: int, scales: Iterable[float] = (0.3, 1.0, 10.0, 100.0)) -> Re
     return result
 
 
-def check(seeds: int = 5) -> Result:
-    """All checks for each seed."""
+def write(seeds: int, path: pathlib.Path) -> None:
+    """All checks for each seed, as JSON."""
     torch.set_num_threads(1)
-    return {t.__name__: [t(seed) for seed in range(seeds)] for t in (theorem1, theorem2, theorem3)}
+    numbers = {t.__name__: [t(s) for s in range(seeds)] for t in (theorem1, theorem2, theorem3)}
+    path.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 def summary(results: list[Result]) -> Result:
