@@ -86,10 +86,10 @@ def main() -> None:
         task, method = args.regions or ("mnist_se", "orthogonal")
         regions.draw(task, method, 0, args.out / f"regions_{task}_{method}.png")
     if args.set or not (args.cost or args.theory or args.regions or args.report):
-        chosen = product(range(args.seeds), args.weight, args.task, args.method)
+        seeds = range(args.first_seed, args.first_seed + args.seeds)
         specs = SETS[args.set] if args.set else [
-            Spec(task, method, args.first_seed + seed, weight, epochs=args.epochs)
-            for seed, weight, task, method in chosen
+            Spec(task, method, seed, weight, epochs=args.epochs, trace=seed == 0)
+            for seed, weight, task, method in product(seeds, args.weight, args.task, args.method)
         ]  # fmt: skip
         if not mnist_file().exists():
             print(f"no {mnist_file()}, so no MNIST; NORMALIGN_DATA names its folder")

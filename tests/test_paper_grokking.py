@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
+import numpy as np
 import pytest
 import torch
-from grokking import report, runner, theory
+from grokking import claims, report, runner, theory
 from grokking.methods import METHODS, make_optimizer, make_step
 from grokking.tasks import TASKS, tokens, xor, xor_full
 from torch import nn
@@ -127,9 +129,36 @@ def test_radii_against_a_line_search():
     torch.testing.assert_close(attacked[correct], radius[correct], rtol=2e-3, atol=1e-4)
 
 
-def test_bootstrap_covers_the_mean():
-    differences = torch.randn(40, dtype=torch.float64).numpy() + 3
-    mean, low, high = report.bootstrap(differences)
-    assert low < mean < high
-    # Of 40 unit normals the mean has deviation 0.16; the interval spans about four of them.
-    assert high - low == pytest.approx(4 * 0.158, rel=0.35)
+def test_interval_is_students():
+    # By hand: mean 3, deviation sqrt(2.5), and 2.776 is the tables' 97.5% point at 4 degrees.
+    half = 2.776 * math.sqrt(2.5 / 5)
+    found = report.interval(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert found == pytest.approx((3, 3 - half, 3 + half), rel=1e-3)
+
+
+def _row(method, seed, grokked, cpu=1.0):
+    spec = runner.Spec("parity", method, seed)
+    row = {"key": spec.key, "task": "parity", "method": method, "seed": seed, "cap": 5000}
+    row |= {"weight": spec.weight_used, "samples": 1000, "memorised": 5, "grokked": grokked}
+    return row | {"cpu": cpu, "epochs": grokked or 5000, "history": []}
+
+
+def test_report_says_what_fails_and_what_is_missing(tmp_path):
+    rows = [_row("baseline", s, 1000 + s) for s in range(3)]
+    rows += [_row("orthogonal", s, 40, cpu=3.0) for s in range(3)]
+    rows += [_row("joint", s, 2000 if s else None) for s in range(3)]
+    rows += [_row("joint_authors", 0, 90, cpu=2.0), _row("orthogonal", 9, 1)]
+    bars = claims.bars(rows, ["parity"]).splitlines()[2:]
+    assert [line.endswith("| holds |") for line in bars] == [True, False, False, True]
+    assert "40 against 1001: 25.0x" in bars[0]  # seed 9 has no baseline and does not count
+    assert "3 s against 2 s | **does not hold**" in bars[1]
+    assert claims.order([_row("grokfast", 0, 30), *rows], ["parity"]).count("not first") == 1
+    missing = claims.gaps(rows, ["parity"])
+    assert "Grokfast (not run)" in missing
+    assert "authors' algorithm (1 seed)" in missing
+    assert "Baseline" not in missing
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    text = report.write(path, tmp_path, ["parity", "xor"]).read_text()
+    assert "| GrokAlign, joint | 0.1 | 2 of 3 | 2000 |" in text
+    assert "no clearly different" not in text  # no pairs, no verdict

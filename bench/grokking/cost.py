@@ -14,7 +14,7 @@ METHODS = ("joint_authors", "joint", "orthogonal", "jacobian", "baseline")
 ROUNDS = 5
 
 
-def epochs(tasks: Iterable[str], seconds: float = 0.3) -> dict[str, dict[str, float]]:
+def epochs(tasks: Iterable[str], seconds: float = 0.15) -> dict[str, dict[str, float]]:
     """Median milliseconds of an epoch on one thread; methods take turns, so that all share noise.
 
     Each turn trains for ``seconds`` of processor time, and for one epoch at least.

@@ -10,25 +10,29 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from grokking import figures
 from grokking import theory as checks
-from grokking.methods import METHODS
+from grokking.claims import (
+    bars,
+    epochs_of,
+    gaps,
+    geometry,
+    medians,
+    number,
+    of_task,
+    order,
+    rise,
+    table,
+    title,
+)
 from grokking.runner import read
 from grokking.tasks import TASKS
 
 Row = dict[str, Any]
 FIRST_TUNING_SEED = 100  # seeds from here on chose weights and rates; no table counts them
 PAPER_SPEEDUP = {"parity": "19.76x"}  # what the paper states for GrokAlign over the baseline
-
-
-def epochs_of(row: Row) -> float:
-    """Epochs to grok; infinite for a run that never did."""
-    return math.inf if row["grokked"] is None else row["grokked"]
-
-
-def number(x: float) -> str:
-    return "never" if math.isinf(x) else f"{x:.3g}" if x < 1000 else f"{x:.0f}"
 
 
 def spread(values: list[float]) -> str:
@@ -40,36 +44,9 @@ def spread(values: list[float]) -> str:
     return number(statistics.mean(finite)) + (f" ± {deviation:.2g}" if len(finite) > 1 else "")
 
 
-def table(header: list[str], lines: list[list[str]]) -> str:
-    rows = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(r) + " |" for r in rows) + "\n"
-
-
-def _of_task(rows: list[Row], task: str) -> dict[str, list[Row]]:
-    """Runs at the task's own settings and on the baseline's seeds, by method."""
-    groups: dict[str, list[Row]] = {name: [] for name in METHODS}
-    for row in rows:
-        usual = TASKS[task].weights.get(row["method"], 0.0)
-        if row["task"] == task and row["weight"] == usual and "/n" not in row["key"]:
-            groups[row["method"]].append(row)
-    shared = {r["seed"] for r in groups["baseline"]}
-    if shared:  # a fair table: seeds that only an ablation has run stay out of it
-        groups = {name: [r for r in g if r["seed"] in shared] for name, g in groups.items()}
-    return {name: group for name, group in groups.items() if group}
-
-
-def medians(groups: dict[str, list[Row]], value: str) -> dict[str, float]:
-    """Median of each method's epochs or processor time to grok; infinite for most never."""
-    out = {}
-    for name, group in groups.items():
-        values = [r[value] if r["grokked"] is not None else math.inf for r in group]
-        out[name] = statistics.median(values)
-    return out
-
-
 def compare(rows: list[Row], task: str) -> str:
     """The task's table: epochs and processor time to grok, by method."""
-    groups = _of_task(rows, task)
+    groups = of_task(rows, task)
     epochs, seconds = medians(groups, "grokked"), medians(groups, "cpu")
     caps = sorted({r["cap"] for g in groups.values() for r in g})
     base = epochs.get("baseline", math.nan)
@@ -83,7 +60,7 @@ def compare(rows: list[Row], task: str) -> str:
         weight = f"{group[0]['weight']:g}" if group[0]["weight"] else ""
         grokked = f"{sum(map(math.isfinite, each))} of {len(each)}"
         times = [number(epochs[name]), spread(each), gain, number(seconds[name])]
-        lines.append([METHODS[name].title, weight, grokked, *times])
+        lines.append([title(name), weight, grokked, *times])
     header = ["method", "weight", "grokked", "median epochs", "mean ± sd", "speed-up", "CPU s"]
     text = f"### {TASKS[task].title}\n\n{table(header, lines)}"
     text += f"\nRuns stop at {' or '.join(map(str, caps))} epochs."
@@ -92,55 +69,11 @@ def compare(rows: list[Row], task: str) -> str:
     return text + "\n"
 
 
-def verdicts(rows: list[Row], tasks: list[str]) -> str:
-    """The claims, each as it came out."""
-    lines = []
-    for task in tasks:
-        groups = _of_task(rows, task)
-        epochs, seconds = medians(groups, "grokked"), medians(groups, "cpu")
-        for method in ("orthogonal", "joint"):
-            if method not in groups or "baseline" not in groups:
-                continue
-            word = "earlier" if epochs[method] < epochs["baseline"] else "NOT earlier"
-            pair = f"median epoch {number(epochs[method])} against {number(epochs['baseline'])}"
-            line = f"- {TASKS[task].title}: {METHODS[method].title} groks {word} ({pair})"
-            if "joint_authors" in groups:
-                word = "less" if seconds[method] < seconds["joint_authors"] else "NOT less"
-                pair = f"{number(seconds[method])} against {number(seconds['joint_authors'])} s"
-                line += f", in {word} processor time than the authors' algorithm ({pair})"
-            lines.append(line + ".")
-        order = sorted(epochs, key=epochs.__getitem__)
-        names = ", ".join(METHODS[m].title for m in order)
-        lines.append(f"- {TASKS[task].title}, earliest median first: {names}.")
-    return "\n".join(lines) + "\n"
-
-
-def rise(rows: list[Row], tasks: list[str]) -> str:
-    """Geometry of the traced runs before, at and after the grok."""
-    lines = []
-    for row in rows:
-        if row["history"] and row["task"] in tasks and "/n" not in row["key"]:
-            history = [h for h in row["history"] if "normal" in h]
-            pick = {"start": history[0], "end": history[-1]}
-            for name in ("memorised", "grokked"):
-                pick[name] = next((h for h in history if h["epoch"] == row[name]), None)
-            cells = [TASKS[row["task"]].title, METHODS[row["method"]].title]
-            for key in ("normal", "centroid", "rank"):
-                shown = [pick[p] for p in ("start", "memorised", "grokked", "end")]
-                cells.append(" → ".join("·" if h is None else f"{h[key]:.2f}" for h in shown))
-            pairs = np.array([[h["normal"], h["centroid"]] for h in history])
-            varies = len(pairs) > 2 and (pairs.std(0) > 0).all()
-            cells.append(f"{np.corrcoef(pairs.T)[0, 1]:.2f}" if varies else "·")
-            lines.append(cells)
-    header = ["task", "method", "normal alignment", "centroid alignment", "effective rank", "r"]
-    return table(header, lines)
-
-
-def bootstrap(differences: np.ndarray) -> tuple[float, float, float]:
-    """Mean and 95% percentile interval."""
-    draws = np.random.default_rng(0).choice(differences, (20_000, len(differences)))
-    low, high = np.percentile(draws.mean(1), [2.5, 97.5])
-    return float(differences.mean()), float(low), float(high)
+def interval(differences: np.ndarray) -> tuple[float, float, float]:
+    """Mean and 95% interval by Student's t."""
+    mean, count = differences.mean(), len(differences)
+    half = stats.t.ppf(0.975, count - 1) * differences.std(ddof=1) / math.sqrt(count)
+    return float(mean), float(mean - half), float(mean + half)
 
 
 def ablation(rows: list[Row], out: pathlib.Path) -> str:
@@ -149,30 +82,30 @@ def ablation(rows: list[Row], out: pathlib.Path) -> str:
     for row in rows:
         if row["method"] in ("orthogonal", "jacobian") and "/n" not in row["key"]:
             pairs[row["task"], row["weight"]][row["seed"]][row["method"]] = epochs_of(row)
-    lines, relative = [], {}
+    lines, relative, verdicts = [], {}, []
     for (task, weight), seeds in pairs.items():
         both = np.array([[e["orthogonal"], e["jacobian"]] for e in seeds.values() if len(e) == 2])
-        if len(both) < 5:
+        kept = both[np.isfinite(both).all(1)] if len(both) else both
+        if len(kept) < 3:
             continue
-        kept = both[np.isfinite(both).all(1)]
+        name = TASKS[task].title
+        mean, low, high = interval(kept[:, 0] - kept[:, 1])
+        relative[f"{name} ({len(kept)} seeds)"] = tuple(
+            np.array([mean, low, high]) * 100 / kept[:, 1].mean()
+        )
         never = [str(int(np.isinf(both[:, i]).sum())) for i in (0, 1)]
-        cells = ["-"] * 3
-        if len(kept) >= 5:
-            mean, low, high = bootstrap(kept[:, 0] - kept[:, 1])
-            percent = np.array([mean, low, high]) * 100 / kept[:, 1].mean()
-            relative[f"{TASKS[task].title} ({len(kept)} seeds)"] = tuple(percent)
-            cells = [f"{kept[:, i].mean():.4g}" for i in (0, 1)]
-            cells.append(f"{mean:+.3g} [{low:+.3g}, {high:+.3g}]")
-        lines.append([TASKS[task].title, f"{weight:g}", str(len(both)), *never, *cells])
+        cells = [f"{kept[:, i].mean():.4g}" for i in (0, 1)]
+        cells.append(f"{mean:+.3g} [{low:+.3g}, {high:+.3g}]")
+        lines.append([name, f"{weight:g}", str(len(both)), *never, *cells])
+        word = "fewer" if high < 0 else "more" if low > 0 else "no clearly different number of"
+        verdicts.append(f"- {name}, {len(both)} seeds: the projection needs {word} epochs.")
     if not lines:
         return "No runs yet.\n"
+    figures.ablation(relative, out / "ablation.png")
     header = ["task", "weight", "seeds", "orthogonal never", "Jacobian never"]
     header += ["orthogonal, mean epochs", "Jacobian, mean epochs", "difference, 95% interval"]
-    text = table(header, lines)
-    if relative:
-        figures.ablation(relative, out / "ablation.png")
-        text += "\n![ablation](ablation.png)\n"
-    return text
+    text = table(header, lines) + "\nMeans and interval (Student's): seeds at which both grok."
+    return text + "\n\n" + "\n".join(verdicts) + "\n\n![ablation](ablation.png)\n"
 
 
 def phase(rows: list[Row], out: pathlib.Path) -> str:
@@ -188,7 +121,12 @@ def phase(rows: list[Row], out: pathlib.Path) -> str:
     middle = {k: statistics.median(v) for k, v in cells.items()}
     figures.phase_map(middle, max(caps), out / "phase.png")
     counts = sorted({len(v) for v in cells.values()})
-    return f"![phase map](phase.png)\n\nSeeds per cell: {' or '.join(map(str, counts))}.\n"
+    samples, weights = (sorted({key[i] for key in cells}) for i in (0, 1))
+    shown = {k: f"> {max(caps)}" if math.isinf(v) else number(v) for k, v in middle.items()}
+    lines = [[f"{w:g}", *(shown.get((n, w), "not run") for n in samples)] for w in weights]
+    text = table(["weight", *(f"{n} points" for n in samples)], lines)
+    text += f"\nMedian epochs to grok; seeds per cell: {' or '.join(map(str, counts))}.\n"
+    return text + "\n![phase map](phase.png)\n"
 
 
 def sweep(rows: list[Row], task: str) -> str:
@@ -202,7 +140,7 @@ def sweep(rows: list[Row], task: str) -> str:
         grokked = f"{sum(map(math.isfinite, each))} of {len(each)}"
         shown = f"{weight:g}" if weight else ""
         middle = number(statistics.median(each))
-        lines.append([METHODS[method].title, shown, grokked, middle, spread(each)])
+        lines.append([title(method), shown, grokked, middle, spread(each)])
     return table(["method", "weight", "grokked", "median epochs", "mean ± sd"], lines)
 
 
@@ -229,28 +167,53 @@ def theory(path: pathlib.Path) -> str:
     return text
 
 
+def costs(path: pathlib.Path) -> str:
+    """Milliseconds of an epoch, and how many plain epochs that is."""
+    if not path.exists():
+        return "Not measured yet.\n"
+    measured = json.loads(path.read_text())
+    methods = list(next(iter(measured.values())))
+    lines = [
+        [TASKS[task].title, *(f"{c[m]:.3g} ({c[m] / c['baseline']:.2g}x)" for m in methods)]
+        for task, c in measured.items()
+    ]
+    return table(["", *map(title, methods)], lines)
+
+
 def write(runs: pathlib.Path, out: pathlib.Path, tasks: list[str]) -> pathlib.Path:
     """``paper.md`` and its figures."""
     rows = [r for r in read(runs).values() if r["seed"] < FIRST_TUNING_SEED]
-    present = [t for t in tasks if _of_task(rows, t)]
-    notes = (pathlib.Path(__file__).parent / "notes.md").read_text()
-    text = notes
-    text += "\n## Epochs and processor time to grok\n\n"
+    present = [t for t in tasks if of_task(rows, t)]
+    notes, *parts = (pathlib.Path(__file__).parent / "notes.md").read_text().split("\n## ")
+    sections = dict(part.split("\n", 1) for part in parts)
+    compared = ""
     for task in present:
-        text += compare(rows, task) + "\n"
-        traced = [r for g in _of_task(rows, task).values() for r in g if r["history"]]
+        compared += compare(rows, task) + "\n"
+        traced = [r for g in of_task(rows, task).values() for r in g if r["history"]]
         if traced:
             figures.curves(traced, out / f"curves_{task}.png")
-            text += f"![curves](curves_{task}.png)\n\n"
-    text += "## The claims, one by one\n\n" + verdicts(rows, present)
-    text += "\n## Does the geometry rise at the grok?\n\n" + rise(rows, present)
-    for path in sorted(out.glob("regions_*.png")):
-        text += f"\n![linear regions]({path.name})\n"
-    text += "\n## How much does the projection do?\n\n" + ablation(rows, out)
-    text += "\n## Phase map\n\n" + phase(rows, out)
-    tokens = sweep(rows, "tokens") if _of_task(rows, "tokens") else "No runs yet.\n"
-    text += "\n## Tokens\n\n" + tokens
-    text += "\n## The theory\n\n" + theory(out / "theory.json")
+            compared += f"![curves](curves_{task}.png)\n\n"
+    pictures = "".join(
+        f"\n![linear regions]({p.name})\n" for p in sorted(out.glob("regions_*.png"))
+    )
+    # Each heading: what stands in notes.md, which has no figures of its own, then the numbers.
+    computed = {
+        "What came out": bars(rows, present),
+        "The order of the methods": order(rows, present),
+        "Epochs and processor time to grok": compared,
+        "Cost of an epoch": costs(out / "cost.json"),
+        "Does the geometry rise at the grok?": rise(rows, present) + "\n" + geometry(rows, present),
+        "The picture that explains it": pictures,
+        "How much does the projection do?": ablation(rows, out),
+        "Phase map": phase(rows, out),
+        "Tokens": sweep(rows, "tokens"),
+        "The theory": theory(out / "theory.json"),
+        "What was not run": gaps(rows, [t for t in tasks if t != "xor_full"]),
+    }
+    text = notes
+    for heading, content in computed.items():
+        said = sections.get(heading, "").strip()
+        text += f"\n## {heading}\n\n" + (f"{said}\n\n" if said else "") + content
     path = out / "paper.md"
     path.write_text(text)
     return path
