@@ -7,9 +7,10 @@ import json
 import math
 
 import numpy as np
+import paper_grokking
 import pytest
 import torch
-from grokking import claims, report, runner, theory
+from grokking import claims, cost, report, runner, theory
 from grokking.methods import METHODS, make_optimizer, make_step
 from grokking.tasks import TASKS, tokens, xor, xor_full
 from torch import nn
@@ -162,3 +163,23 @@ def test_report_says_what_fails_and_what_is_missing(tmp_path):
     text = report.write(path, tmp_path, ["parity", "xor"]).read_text()
     assert "| GrokAlign, joint | 0.1 | 2 of 3 | 2000 |" in text
     assert "no clearly different" not in text  # no pairs, no verdict
+
+
+def test_costs_are_added_to_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps({"xor": {"baseline": 80.0}}))
+    measure = cost.epochs
+    monkeypatch.setattr(cost, "epochs", lambda tasks: measure(tasks, seconds=0))
+    cost.write(["parity"], path)
+    found = json.loads(path.read_text())
+    assert found["xor"] == {"baseline": 80.0}
+    assert set(found["parity"]) == set(cost.METHODS)
+    assert 0.1 < found["parity"]["baseline"] < found["parity"]["joint_authors"]  # about 4 times
+
+
+def test_planned_sets():
+    for specs in paper_grokking.SETS.values():
+        assert all(s.task in TASKS and s.method in METHODS for s in specs)
+        compared = {(s.task, s.method) for s in specs if s.weight is None}
+        assert {(t, m) for t in paper_grokking.PAPER for m in ("baseline", "joint")} <= compared
+        assert ("xor", "egalitarian") not in compared  # hours

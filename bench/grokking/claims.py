@@ -63,6 +63,29 @@ def _verdict(better: bool) -> str:
     return "holds" if better else "**does not hold**"
 
 
+def short(rows: list[Row], tasks: list[str]) -> str:
+    """One line a task: the baseline, GrokAlign, and the rival that groks first."""
+    lines = []
+    for task in tasks:
+        groups = of_task(rows, task)
+        epochs = medians(groups, "grokked")
+
+        def cell(method: str, groups: Any = groups, epochs: Any = epochs) -> str:
+            if method not in groups:
+                return "not run"
+            runs, middle = groups[method], epochs[method]
+            cap = max(r["cap"] for r in runs)
+            seeds = f"{len(runs)} seed{'s' * (len(runs) > 1)}"
+            return (f"> {cap}" if math.isinf(middle) else number(middle)) + f" ({seeds})"
+
+        rivals = [m for m in ("grokfast", "orthograd", "egalitarian") if m in groups]
+        first = min(rivals, key=epochs.__getitem__, default=None)
+        best = f"{title(first)}: {cell(first)}" if first else "not run"
+        lines.append([TASKS[task].title, *map(cell, ("baseline", *OURS)), best])
+    header = ["median epochs to grok", *map(title, ("baseline", *OURS)), "first of the rivals"]
+    return table(header, lines)
+
+
 def bars(rows: list[Row], tasks: list[str]) -> str:
     """What GrokAlign should reach on each task, and whether it did."""
     lines = []
