@@ -145,6 +145,25 @@ def sweep(rows: list[Row], task: str) -> str:
     return table(["method", "weight", "grokked", "median epochs", "mean ± sd"], lines)
 
 
+def tokens(rows: list[Row], out: pathlib.Path) -> str:
+    """Every weight, whether the penalty shortens grokking, and the geometry through training."""
+    groups = of_task(rows, "tokens")
+    if not groups:
+        return "No runs yet.\n"
+    epochs = medians(groups, "grokked")
+    base, lines = epochs["baseline"], []
+    for method in [m for m in epochs if m != "baseline"]:
+        word = "shortens" if epochs[method] < base else "does not shorten"
+        pair = f"{number(epochs[method])} against {number(base)}"
+        lines.append(f"- {title(method)} {word} grokking here (median epochs {pair}).")
+    text = sweep(rows, "tokens") + "\n" + "\n".join(lines) + "\n\n" + rise(rows, ["tokens"])
+    traced = [r for g in groups.values() for r in g if r["history"]]
+    if traced:
+        figures.curves(traced, out / "curves_tokens.png")
+        text += "\n![curves](curves_tokens.png)\n"
+    return text
+
+
 def theory(path: pathlib.Path) -> str:
     """The three checks; mean and standard deviation over their seeds."""
     if not path.exists():
@@ -208,7 +227,7 @@ def write(runs: pathlib.Path, out: pathlib.Path, tasks: list[str]) -> pathlib.Pa
         "The picture that explains it": pictures,
         "How much does the projection do?": ablation(rows, out),
         "Phase map": phase(rows, out),
-        "Tokens": sweep(rows, "tokens"),
+        "Tokens": tokens(rows, out),
         "The theory": theory(out / "theory.json"),
         "What was not run": gaps(rows, [t for t in tasks if t != "xor_full"]),
     }
