@@ -21,7 +21,8 @@ from baselines import rfam as authors
 from torch import Tensor
 
 from normalign import _rfam_fit, _rfam_kernels, _rfam_pgd
-from normalign._rfam_kernels import Factor, Points
+from normalign._rfam_kernels import Factor, Points, make_kernel
+from normalign._rfam_machine import project
 
 BANDWIDTH = 10.0
 
@@ -44,8 +45,9 @@ def problem(n: int, d: int, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def first_points(x: Tensor) -> tuple[Tensor, Tensor, Points]:
     """Mean, factor and points of RFAM's start."""
-    prepared = _rfam_fit.prepare(x, bandwidth=BANDWIDTH)
-    return prepared.mean, prepared.factor, prepared.points
+    prepared = _rfam_fit.prepare(x)
+    u = project(x, prepared.mean, prepared.factor, x.dtype)
+    return prepared.mean, prepared.factor, Points(u, make_kernel("laplace", BANDWIDTH))
 
 
 def fresh(points: Points) -> Points:
@@ -260,31 +262,37 @@ def our_protocol(
     """The published protocol on the fit core."""
     y = F.one_hot(labels, classes).to(x.dtype)
     train, val = split
-    shared = _rfam_fit.prepare(x[train], alpha=alpha, bandwidth=BANDWIDTH, x_val=x[val])
+    train_x, train_y, val_labels = x[train], y[train], labels[val]
+    shared = _rfam_fit.prepare(train_x, alpha=alpha, x_val=x[val])
 
     def evaluate(f: Tensor) -> float:
-        return (f.argmax(1) == labels[val]).float().mean().item()
+        return accuracy(f, val_labels)
 
     best, factor = authors.Search(-1.0, 0.0, 0, x), shared.factor
     for reg in authors.REGS:
-        found = _rfam_fit.fit(x[train], y[train], reg=reg, shared=shared, evaluate=evaluate)
+        found = _rfam_fit.fit(train_x, train_y, reg=reg, shared=shared, evaluate=evaluate)
         score = found.history[found.best_iter]["score"]
         if score > best.accuracy:
             best = authors.Search(score, reg, found.best_iter, x)
             factor = found.machine.factor
     results = []
     for a, b in folds:
-        mean = x[a].mean(0)
-        machine = _rfam_fit.solve_machine(x[a], y[a], mean, factor, best.reg, BANDWIDTH)
-        row = [(machine.decision(x[b]).argmax(1) == labels[b]).float().mean().item()]
+        known, query, targets, own = x[a], x[b], y[b], labels[b]
+        machine = _rfam_fit.solve_machine(known, y[a], known.mean(0), factor, best.reg, BANDWIDTH)
+        row = [accuracy(machine.decision(query), own)]
         for eps in authors.EPSILONS:
-            start = x[b] + torch.empty_like(x[b]).uniform_(-eps, eps)
+            start = query + torch.empty_like(query).uniform_(-eps, eps)
             moved = _rfam_pgd.pgd(
-                machine, x[b], y[b], eps=eps, step=eps / 10, iters=20, start=start
+                machine, query, targets, eps=eps, step=eps / 10, iters=20, start=start
             ).x
-            row.append((machine.decision(moved).argmax(1) == labels[b]).float().mean().item())
+            row.append(accuracy(machine.decision(moved), own))
         results.append(row)
     return best, results
+
+
+def accuracy(outputs: Tensor, labels: Tensor) -> float:
+    """Share of rows whose largest output is the label's."""
+    return (outputs.argmax(1) == labels).sum().item() / len(labels)
 
 
 PARTS = {

@@ -69,7 +69,7 @@ def search(
         return (outputs.argmax(1) == expected).double().mean().item()
 
     x = X[train].contiguous()
-    shared = _rfam_fit.prepare(x, alpha=alpha, bandwidth=BANDWIDTH, x_val=X[valid].contiguous())
+    shared = _rfam_fit.prepare(x, alpha=alpha, x_val=X[valid].contiguous())
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     best: Row = {"valid_acc": -1.0}
     factor = shared.factor

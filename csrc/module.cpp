@@ -9,6 +9,7 @@ namespace normalign {
 void bind_grokalign_stack(py::module_& m);
 void bind_orthogonal_projection(py::module_& m);
 void bind_rfam_attack(py::module_& m);
+void bind_rfam_fit(py::module_& m);
 void bind_agop(py::module_& m);
 void bind_elementary(py::module_& m);
 void bind_laplace_gram(py::module_& m);
@@ -38,6 +39,7 @@ PYBIND11_MODULE(_C, m) {
   bind_grokalign_stack(m);
   bind_orthogonal_projection(m);
   bind_rfam_attack(m);
+  bind_rfam_fit(m);
   bind_agop(m);
   bind_elementary(m);
   bind_laplace_gram(m);

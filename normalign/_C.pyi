@@ -401,3 +401,80 @@ def cholesky_pack_f64(
     n: int, a: int, lda: int, shift: float, packed: int, threads: int
 ) -> None: ...
 def rfam_attack_workspace(n: int, c: int, d: int, r: int) -> int: ...
+def rfam_solve_f32(
+    machine: tuple[object, ...],
+    x: int,
+    ldx: int,
+    y: int,
+    weight: int,
+    reg: float,
+    limits: tuple[float, float, float, float],
+    refine: bool,
+    u: int,
+    panels: int,
+    coef: int,
+    workspace: int,
+    threads: int,
+) -> tuple[int, float]: ...
+def rfam_solve_f64(
+    machine: tuple[object, ...],
+    x: int,
+    ldx: int,
+    y: int,
+    weight: int,
+    reg: float,
+    limits: tuple[float, float, float, float],
+    refine: bool,
+    u: int,
+    panels: int,
+    coef: int,
+    workspace: int,
+    threads: int,
+) -> tuple[int, float]: ...
+def rfam_predict_f32(
+    machine: tuple[object, ...],
+    m: int,
+    x: int,
+    ldx: int,
+    z_panels: int,
+    coef: int,
+    out: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def rfam_predict_f64(
+    machine: tuple[object, ...],
+    m: int,
+    x: int,
+    ldx: int,
+    z_panels: int,
+    coef: int,
+    out: int,
+    workspace: int,
+    threads: int,
+) -> None: ...
+def rfam_next_factor(
+    d: int,
+    r: int,
+    factor: int,
+    agop: int,
+    tolerance: float,
+    next: int,
+    workspace: int,
+) -> float | None: ...
+def rfam_solve_workspace(
+    n: int,
+    d: int,
+    r: int,
+    c: int,
+    threads: int,
+    itemsize: int,
+) -> int: ...
+def rfam_predict_workspace(
+    m: int,
+    d: int,
+    r: int,
+    c: int,
+    threads: int,
+    itemsize: int,
+) -> int: ...

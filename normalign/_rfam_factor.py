@@ -10,6 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from normalign import _dispatch, _load
+
+# The least pivot, relative to the largest diagonal element, of a matrix that counts as definite.
+_LEAST = 1e-12
+# Up to this rank a plain loop is quicker than several calls.
+_SMALL = 64
+
 
 def psd_factor(matrix: Tensor) -> Tensor:
     """``C`` with ``C C^T = matrix``, for a symmetric positive semi-definite matrix.
@@ -25,7 +32,7 @@ def psd_factor(matrix: Tensor) -> Tensor:
     top = matrix.diagonal().max()
     factor: Tensor
     factor, info = torch.linalg.cholesky_ex(matrix)
-    if int(info) == 0 and bool(factor.diagonal().square().min() > 1e-12 * top):
+    if int(info) == 0 and bool(factor.diagonal().square().min() > _LEAST * top):
         return factor
     values, vectors = torch.linalg.eigh(matrix)
     kept = values > n * torch.finfo(torch.float64).eps * values.max().clamp(min=0)
@@ -40,6 +47,37 @@ def scaled_to_trace(factor: Tensor, trace: float) -> Tensor:
         return factor
     factor = factor / largest  # squares neither overflow nor vanish
     return factor * (trace / factor.square().sum()).sqrt()
+
+
+def next_factor(factor: Tensor, agop: Tensor) -> tuple[Tensor | None, float]:
+    """The factor of ``F R F^T``, scaled to trace d, and how much that changes M.
+
+    Args:
+        factor: ``F``, shape ``(d, r)``, float64.
+        agop: ``R``, the AGOP in factor space, shape ``(r, r)``, float64, contiguous.
+
+    Returns:
+        The next factor, None where ``R = 0``, and ``|M' - M| / |M'|`` in the Frobenius norm.
+    """
+    d, r = factor.shape
+    if 0 < r <= _SMALL and factor.device.type == "cpu" and _dispatch.reference_reason(agop) is None:
+        factor = factor.contiguous()
+        updated = torch.empty_like(factor)
+        workspace = factor.new_empty(2, r, r)
+        change = _load._C.rfam_next_factor(
+            d, r, factor.data_ptr(), agop.data_ptr(), _LEAST, updated.data_ptr(),
+            workspace.data_ptr(),
+        )  # fmt: skip
+        if change is not None:
+            return updated, change
+    updated = scaled_to_trace(factor @ psd_factor(agop), float(d))
+    return (updated, _relative_change(factor, updated)) if updated.shape[1] else (None, 0.0)
+
+
+def _relative_change(before: Tensor, after: Tensor) -> float:
+    cross = (before.T @ after).square().sum()
+    new, old = (after.T @ after).square().sum(), (before.T @ before).square().sum()
+    return float(((new + old - 2 * cross).clamp(min=0) / new).sqrt())
 
 
 def weighted_mean(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ Equation and names follow arXiv 2605.08464; ``M`` is kept as a factor (see ``_rf
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,11 +15,10 @@ import torch
 from torch import Tensor
 
 from normalign import _dispatch, _rfam_kernels
-from normalign._feature_space import WIDE
-from normalign._rfam_factor import initial_factor, psd_factor, scaled_to_trace
-from normalign._rfam_kernels import Kernel, Points, make_kernel
-from normalign._rfam_machine import Machine, project
-from normalign._rfam_solve import solve_points
+from normalign._rfam_factor import initial_factor, next_factor
+from normalign._rfam_kernels import Points, make_kernel
+from normalign._rfam_machine import Machine
+from normalign._rfam_solve import Solution, System
 
 __all__ = [
     "FitResult",
@@ -50,61 +50,38 @@ class FitResult:
 
 @dataclass
 class Prepared:
-    """What the fits of one table share whatever their ``reg``: centre, first factor and points."""
+    """What the fits of one table share whatever their ``reg``: centre and first factor."""
 
     x: Tensor
     x_val: Tensor | None
-    alpha: float
-    weight: Tensor | None
     mean: Tensor
     factor: Tensor
-    points: Points
-    val_points: Points | None
 
 
 def prepare(
     x: Tensor,
     *,
     alpha: float = 0.0,
-    bandwidth: float = 10.0,
-    kernel: str | float = "laplace",
     x_val: Tensor | None = None,
     sample_weight: Tensor | None = None,
 ) -> Prepared:
-    """Work that fits with different ``reg`` (or targets) on the same points share.
+    """Work that fits with different ``reg``, kernels or targets on the same points share.
 
     Args:
         x: Training points, shape ``(n, d)``, float32 or float64.
         alpha: Weight of the identity in the first M.
-        bandwidth: Length of the kernel.
-        kernel: ``"laplace"``, ``"gaussian"``, or an exponent.
         x_val: Points whose decision values ``evaluate`` receives, shape ``(m, d)``.
         sample_weight: How often each point counts, shape ``(n,)``, positive.
     """
-    shape = make_kernel(kernel, bandwidth)
     _check_finite("X", x)
-    mean, factor = initial_factor(x, alpha, sample_weight)
-    points = _points(x, mean, factor, shape)
-    val_points = None
     if x_val is not None:
         _check_finite("X_val", x_val)
-        val_points = _points(x_val, mean, factor, shape, points.u.dtype)
-    return Prepared(x, x_val, alpha, sample_weight, mean, factor, points, val_points)
-
-
-def _points(
-    x: Tensor, mean: Tensor, factor: Tensor, kernel: Kernel, dtype: torch.dtype | None = None
-) -> Points:
-    """The points in factor space, in float64 where float32 would not do for their range."""
-    u = project(x, mean, factor, dtype or x.dtype)
-    wide = dtype is None and u.dtype is torch.float32 and u.numel() > 0
-    if wide and bool(u.abs().max() * kernel.scale > WIDE):
-        u = project(x, mean, factor, torch.float64)
-    return Points(u, kernel)
+    return Prepared(x, x_val, *initial_factor(x, alpha, sample_weight))
 
 
 def _check_finite(name: str, x: Tensor) -> None:
-    if not bool(torch.isfinite(x).all()):
+    # A sum is finite unless something in it is not, or it overflows: then each value is looked at.
+    if not math.isfinite(float(x.sum())) and not bool(torch.isfinite(x).all()):
         msg = f"{name} must be finite, got NaN or infinity"
         raise ValueError(msg)
 
@@ -131,29 +108,14 @@ def solve_machine(
         kernel: ``"laplace"``, ``"gaussian"``, or an exponent.
         sample_weight: How often each point counts, shape ``(n,)``, positive.
     """
-    points = _points(x, mean, factor, make_kernel(kernel, bandwidth))
-    return _machine(
-        points, x, y, mean, factor, reg, bandwidth, kernel, sample_weight, _dispatch.threads()
-    )
+    form, threads = make_kernel(kernel, bandwidth), _dispatch.threads()
+    found = System(x, y, mean, form, reg, sample_weight, threads).solve(factor)
+    return _machine(found, mean, factor, bandwidth, kernel)
 
 
 def _machine(
-    points: Points,
-    x: Tensor,
-    y: Tensor,
-    mean: Tensor,
-    factor: Tensor,
-    reg: float,
-    bandwidth: float,
-    kernel: str | float,
-    weight: Tensor | None,
-    threads: int,
-    refine: bool = True,
+    found: Solution, mean: Tensor, factor: Tensor, bandwidth: float, kernel: str | float
 ) -> Machine:
-    found = solve_points(
-        points, y.to(points.u.dtype), reg, weight, threads, refine=refine,
-        exact=lambda: Points(project(x, mean, factor, torch.float64), points.kernel),
-    )  # fmt: skip
     return Machine(
         mean, factor, found.points.u, found.coef, bandwidth, kernel, found.jitter, found.points
     )
@@ -199,17 +161,16 @@ def fit(
         threads: Threads to use; None takes torch's setting.
     """
     if shared is None:
-        shared = prepare(
-            x, alpha=alpha, bandwidth=bandwidth, kernel=kernel, x_val=x_val,
-            sample_weight=sample_weight,
-        )  # fmt: skip
+        shared = prepare(x, alpha=alpha, x_val=x_val, sample_weight=sample_weight)
     if evaluate is not None and shared.x_val is None:
         msg = "evaluate needs validation points: give x_val"
         raise ValueError(msg)
     _check_finite("y", y)
-    threads = threads or _dispatch.threads()
-    mean, factor, weight = shared.mean, shared.factor, sample_weight
-    points, val_points = shared.points, shared.val_points
+    mean, factor = shared.mean, shared.factor
+    system = System(
+        x, y, mean, make_kernel(kernel, bandwidth), reg, sample_weight,
+        threads or _dispatch.threads(),
+    )  # fmt: skip
     result: FitResult | None = None
     best: float | None = None
     history: list[dict[str, Any]] = []
@@ -217,30 +178,18 @@ def fit(
         start = time.perf_counter()
         last = i + 1 == n_iter
         # Without an update to follow, a float32 solution is as good as float32 predictions.
-        machine = _machine(
-            points, x, y, mean, factor, reg, bandwidth, kernel, weight, threads, refine=not last
-        )
+        found = system.solve(factor, refine=not last)
+        machine = _machine(found, mean, factor, bandwidth, kernel)
         score = None
         if evaluate is not None:
-            assert val_points is not None
             assert shared.x_val is not None
-            if val_points.u.dtype is not machine.points.dtype:
-                val_points = _points(
-                    shared.x_val, mean, factor, points.kernel, machine.points.dtype
-                )
-            f = _rfam_kernels.matvec(val_points, machine.packed, machine.dual_coef, threads)
-            score = float(evaluate(f.to(y.dtype)))
+            score = float(evaluate(machine.decision(shared.x_val)))
         if result is None or score is None or best is None or score > best:
             result, best = FitResult(machine, history, i), score
         change = None
         if not last:  # nobody reads an update after the last solve
-            updated = _update(machine, weight, agop_samples, generator, threads)
-            change = 0.0 if updated is None else _relative_change(factor, updated)
-            if updated is not None:
-                factor = updated
-                points = _points(x, mean, factor, points.kernel)
-                if shared.x_val is not None and evaluate is not None:
-                    val_points = _points(shared.x_val, mean, factor, points.kernel, points.u.dtype)
+            updated, change = _update(system, machine, agop_samples, generator)
+            factor = factor if updated is None else updated
         history.append(
             {
                 "iteration": i,
@@ -257,25 +206,15 @@ def fit(
 
 
 def _update(
-    machine: Machine,
-    weight: Tensor | None,
-    samples: int | None,
-    generator: torch.Generator | None,
-    threads: int,
-) -> Tensor | None:
-    """The next factor; None where all gradients vanish, which leaves M as it is."""
-    points = machine.packed
+    system: System, machine: Machine, samples: int | None, generator: torch.Generator | None
+) -> tuple[Tensor | None, float]:
+    """The next factor and its change; None where all gradients vanish, which leaves M as it is."""
+    points, weight = machine.packed, system.weight
     if samples is not None:
         rows = torch.randint(points.u.shape[0], (samples,), generator=generator)
         points = Points(points.u[rows], points.kernel)
         weight = None if weight is None else weight[rows]
-    r = _rfam_kernels.agop(points, machine.packed, machine.dual_coef, threads, weight)
-    updated = scaled_to_trace(machine.factor @ psd_factor(r), float(machine.factor.shape[0]))
-    return updated if updated.shape[1] else None
-
-
-def _relative_change(before: Tensor, after: Tensor) -> float:
-    """``|M' - M| / |M'|`` in the Frobenius norm, from the factors."""
-    cross = (before.T @ after).square().sum()
-    new, old = (after.T @ after).square().sum(), (before.T @ before).square().sum()
-    return float(((new + old - 2 * cross).clamp(min=0) / new).sqrt())
+    agop = _rfam_kernels.agop(
+        points, machine.packed, machine.dual_coef, system.threads, weight, scratch=system.scratch
+    )
+    return next_factor(machine.factor, agop)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,17 +30,17 @@ class Kernel:
     exponent: float
     length: float
 
-    @property
+    @cached_property
     def code(self) -> int:
         """0 Laplace, 1 Gaussian, 2 any other exponent."""
         return {1.0: 0, 2.0: 1}.get(self.exponent, 2)
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """Factor of the coordinates."""
         return (_LOG2_E, math.sqrt(_LOG2_E), 1.0)[self.code] / self.length
 
-    @property
+    @cached_property
     def weight_scale(self) -> float:
         """Factor between the native W and ``-K'(D) / D``."""
         return (_LOG2_E, 2.0, self.exponent)[self.code] / self.length**2
@@ -63,6 +64,27 @@ def make_kernel(kernel: str | float, bandwidth: float) -> Kernel:
 def native(name: str, dtype: torch.dtype) -> Any:
     """The function of the extension for one dtype."""
     return getattr(_load._C, name + ("_f32" if dtype is torch.float32 else "_f64"))
+
+
+class Scratch:
+    """Memory that the stages of a fit use in turn; each finds it as the one before left it."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def take(self, size: int) -> int:
+        """The address of ``size`` bytes; what was there is lost where it has to grow."""
+        if self._buffer is None or self._buffer.shape[0] < size:
+            self._buffer = None  # before the larger one is there
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        return self._buffer.data_ptr()
+
+    def tensors(self, dtype: torch.dtype, *counts: int) -> tuple[Tensor, ...]:
+        """One-dimensional tensors, one behind the other."""
+        self.take(max(1, sum(counts)) * dtype.itemsize)
+        assert self._buffer is not None
+        whole = self._buffer[: sum(counts) * dtype.itemsize].view(dtype)
+        return tuple(torch.split(whole, list(counts)))
 
 
 @dataclass
@@ -166,6 +188,18 @@ def matvec_symmetric(x: Points, coef: Tensor, threads: int) -> Tensor:
     return out[:n, :c]
 
 
+def rows_apart(x: Tensor) -> Tensor:
+    """``x``, copied unless its rows are contiguous and one behind the other."""
+    if x.stride(1) == 1 and x.stride(0) >= x.shape[1]:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def machine_sizes(kernel: Kernel, n: int, d: int, r: int, c: int) -> tuple[object, ...]:
+    """How csrc/bind_rfam_fit.cpp takes a kernel and sizes; mean and factor follow."""
+    return (kernel.code, kernel.exponent, kernel.scale, n, d, r, c)
+
+
 def machine_tuple(
     z: Points, coef: Tensor, threads: int, mean: Tensor | None = None, factor: Tensor | None = None
 ) -> tuple[object, ...]:
@@ -235,8 +269,12 @@ def agop(
     threads: int,
     weight: Tensor | None = None,
     method: str = "auto",
+    scratch: Scratch | None = None,
 ) -> Tensor:
-    """``sum_i weight_i sum_k g_ik g_ik^T`` over the points ``x``, shape ``(r, r)``, float64."""
+    """``sum_i weight_i sum_k g_ik g_ik^T`` over the points ``x``, shape ``(r, r)``, float64.
+
+    ``scratch`` is memory to work in.
+    """
     kernel = x.kernel
     m, n, c, width = x.u.shape[0], z.u.shape[0], coef.shape[1], x.u.shape[1]
     if min(m, n, c, width) == 0:
@@ -252,80 +290,110 @@ def agop(
     if method in ("tiles", "gram") and x is not z:
         msg = f"method={method!r} needs gradients at the machine's own points; use 'streamed'"
         raise ValueError(msg)
-    # Coefficients of size 1: products of small ones would leave the range of float32.
-    size = coef.abs().max()
-    if not bool(size > 0):
+    # Coefficients near 1: products of tiny or huge ones would leave the range of float32.
+    size = float(coef.abs().max())
+    if not size > 0:
         return x.u.new_zeros(width, width, dtype=torch.float64)
-    coef = (coef / size).contiguous()
+    if 1e-3 < size < 1e3:
+        size = 1.0
+    else:
+        coef = coef / size
     if weight is not None:
         weight = weight.to(x.u.dtype).contiguous()
     f = {"tiles": _tiles, "streamed": _streamed, "gram": _gram}[method]
-    return f(x, z, coef, threads, weight) * (float(size) * kernel.weight_scale) ** 2
+    r = f(x, z, coef.contiguous(), threads, weight, scratch or Scratch())
+    return r * (size * kernel.weight_scale) ** 2
 
 
 def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
+# Elements of the AGOP's arrays that are let be, however few the points.
+SMALL = 1 << 17
+
+
 def _class_groups(n: int, c: int, width: int, copies: int) -> list[tuple[int, int]]:
     """Ranges of classes, such that the arrays of one range take little beside n^2 / 2."""
-    budget = max(n * n // 2, n * max(width + 1, 128))
+    budget = max(n * n // 2, n * max(width + 1, 128), SMALL)
     step = max(1, min(c, budget // (copies * padded(n) * _row(width + 1))))
     return [(k, min(c, k + step)) for k in range(0, c, step)]
 
 
-def _tiles(x: Points, z: Points, coef: Tensor, threads: int, weight: Tensor | None) -> Tensor:
+def _addresses(x: Points, scratch: Scratch, *counts: int) -> list[int]:
+    """Places for arrays of so many elements, whole cache lines each, in the scratch."""
+    size = x.u.element_size()
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + -(-count * size // 64) * 64)
+    first = scratch.take(starts[-1])
+    return [first + start for start in starts[:-1]]
+
+
+def _tiles(
+    x: Points, z: Points, coef: Tensor, threads: int, weight: Tensor | None, scratch: Scratch
+) -> Tensor:
     n, width = x.u.shape
-    total = x.u.new_zeros(width, width, dtype=torch.float64)
+    totals = []
     for first, last in _class_groups(n, coef.shape[1], width, threads + 1):
         c, part = last - first, coef[:, first:last]
         row = _row(c * (width + 1))
-        values = x.u.new_empty(padded(n), row)
-        sums = x.u.new_empty(threads, padded(n), row)
-        block = x.u.new_empty(threads, _load._C.panel * c + width, _row(width))
+        values, sums, block = _addresses(
+            x, scratch, padded(n) * row, threads * padded(n) * row,
+            threads * (_load._C.panel * c + width) * _row(width),
+        )  # fmt: skip
         r = x.u.new_empty(threads, width, width, dtype=torch.float64)
         native("agop_tiles", x.u.dtype)(
             x.kernel.code, x.kernel.exponent, n, c, width, x.panels(threads).data_ptr(),
-            x.u.data_ptr(), part.data_ptr(), coef.stride(0), _address(weight), values.data_ptr(),
-            sums.data_ptr(), block.data_ptr(), r.data_ptr(), threads,
+            x.u.data_ptr(), part.data_ptr(), coef.stride(0), _address(weight), values, sums,
+            block, r.data_ptr(), threads,
         )  # fmt: skip
-        total += r.sum(0)
-    return total
+        totals.append(r)
+    return _sum(totals)
 
 
-def _streamed(x: Points, z: Points, coef: Tensor, threads: int, weight: Tensor | None) -> Tensor:
+def _streamed(
+    x: Points, z: Points, coef: Tensor, threads: int, weight: Tensor | None, scratch: Scratch
+) -> Tensor:
     m, n, width = x.u.shape[0], z.u.shape[0], x.u.shape[1]
-    total = x.u.new_zeros(width, width, dtype=torch.float64)
+    totals = []
     for first, last in _class_groups(n, coef.shape[1], width, 1):
         c, part = last - first, coef[:, first:last]
         row = _row(c * (width + 1))
-        values = x.u.new_empty(padded(n), row)
-        sums = x.u.new_empty(threads, _load._C.panel, row)
-        block = x.u.new_empty(threads, _load._C.panel * c + width, _row(width))
+        values, sums, block = _addresses(
+            x, scratch, padded(n) * row, threads * _load._C.panel * row,
+            threads * (_load._C.panel * c + width) * _row(width),
+        )  # fmt: skip
         r = x.u.new_empty(threads, width, width, dtype=torch.float64)
         native("agop_streamed", x.u.dtype)(
             x.kernel.code, x.kernel.exponent, m, n, c, width, x.panels(threads).data_ptr(),
             x.u.data_ptr(), z.panels(threads).data_ptr(), z.u.data_ptr(), part.data_ptr(),
-            coef.stride(0), _address(weight), values.data_ptr(), sums.data_ptr(),
-            block.data_ptr(), r.data_ptr(), threads,
+            coef.stride(0), _address(weight), values, sums, block, r.data_ptr(), threads,
         )  # fmt: skip
-        total += r.sum(0)
-    return total
+        totals.append(r)
+    return _sum(totals)
 
 
-def _gram(x: Points, z: Points, coef: Tensor, threads: int, weight: Tensor | None) -> Tensor:
+def _sum(parts: list[Tensor]) -> Tensor:
+    """The sum of matrices ``(threads, r, r)``."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole[0] if whole.shape[0] == 1 else whole.sum(0)
+
+
+def _gram(
+    x: Points, z: Points, coef: Tensor, threads: int, weight: Tensor | None, scratch: Scratch
+) -> Tensor:
     n, width = x.u.shape
     c, rows = coef.shape[1], padded(n)
-    w = x.u.new_empty(rows, rows)
-    lanes = x.u.new_empty(2, c, rows)
-    points = x.u.new_empty(rows, _row(width))
     own = (_load._C.panel + 1) * rows + (_load._C.panel + width) * _row(width)
-    workspace = x.u.new_empty(threads, own)
+    w, lanes, points, workspace = _addresses(
+        x, scratch, rows * rows, 2 * c * rows, rows * _row(width), threads * own
+    )
     r = x.u.new_empty(threads, width, width, dtype=torch.float64)
     native("agop_gram", x.u.dtype)(
         x.kernel.code, x.kernel.exponent, n, c, width, x.panels(threads).data_ptr(),
-        x.u.data_ptr(), coef.data_ptr(), coef.stride(0), _address(weight), w.data_ptr(),
-        lanes.data_ptr(), points.data_ptr(), workspace.data_ptr(), r.data_ptr(), threads,
+        x.u.data_ptr(), coef.data_ptr(), coef.stride(0), _address(weight), w, lanes, points,
+        workspace, r.data_ptr(), threads,
     )  # fmt: skip
     return r[0]
 
@@ -340,14 +408,23 @@ class Factor:
     least_pivot: float
 
     @classmethod
+    def within(
+        cls, scratch: Scratch, n: int, dtype: torch.dtype, least_pivot: float = 0.0
+    ) -> Factor:
+        """The factor that starts the scratch."""
+        rows = padded(n)
+        packed, inverse = scratch.tensors(dtype, rows * (rows + _load._C.panel) // 2, rows)
+        return cls(n, packed, inverse, least_pivot)
+
+    @classmethod
     def of(
-        cls, x: Points, reg: float, jitter: float, weight: Tensor | None, threads: int
-    ) -> Factor | None:
+        cls, x: Points, reg: float, jitter: float, weight: Tensor | None, threads: int,
+        scratch: Scratch,
+    ) -> Factor | None:  # fmt: skip
         """Factors ``K + diag(reg / weight) + jitter I``; None where that fails."""
         n, width = x.u.shape
-        rows = padded(n)
-        packed = x.u.new_empty(rows * (rows + _load._C.panel) // 2)
-        inverse = x.u.new_empty(rows)
+        place = cls.within(scratch, n, x.u.dtype)
+        packed, inverse = place.packed, place.inverse
         ridge = None if weight is None else (reg / weight.double()).to(x.u.dtype).contiguous()
         shift = jitter if ridge is not None else reg + jitter
         native("laplace_gram_packed", x.u.dtype)(

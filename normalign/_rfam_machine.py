@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from normalign import _dispatch, _gpu, _load, _rfam_kernels
-from normalign._rfam_kernels import Points, make_kernel
+from normalign._rfam_kernels import Points, machine_sizes, make_kernel, native, rows_apart
 
 
 @dataclass
@@ -54,12 +54,28 @@ class Machine:
 
     def decision(self, x: Tensor, chunk: int | None = None) -> Tensor:
         """``f(x)``, shape ``(m, c)``; ``chunk`` rows at a time."""
-        threads = _dispatch.threads()
-        parts = [
-            _rfam_kernels.matvec(self.project(p), self.packed, self.dual_coef, threads)
-            for p in x.split(chunk or max(1, x.shape[0]))
-        ]
-        return torch.cat(parts).to(x.dtype)
+        chunk = chunk or max(1, x.shape[0])
+        if x.shape[0] <= chunk:
+            return self._outputs(x).to(x.dtype)
+        return torch.cat([self._outputs(rows) for rows in x.split(chunk)]).to(x.dtype)
+
+    def _outputs(self, x: Tensor) -> Tensor:
+        z, threads, (n, c) = self.packed, _dispatch.threads(), self.dual_coef.shape
+        if min(n, c, x.shape[0]) == 0 or not on_cpu_kernels(x, self.points):
+            return _rfam_kernels.matvec(self.project(x), z, self.dual_coef, threads)
+        dtype, m, (d, r) = self.points.dtype, x.shape[0], self.factor.shape
+        x, mean = rows_apart(x.to(dtype)), self.mean.to(dtype).contiguous()
+        factor, coef = self.factor.contiguous(), self.dual_coef.contiguous()
+        out = x.new_empty(m, c)
+        workspace = torch.empty(
+            _load._C.rfam_predict_workspace(m, d, r, c, threads, dtype.itemsize), dtype=torch.uint8
+        )
+        native("rfam_predict", dtype)(
+            (*machine_sizes(z.kernel, n, d, r, c), mean.data_ptr(), factor.data_ptr()), m,
+            x.data_ptr(), x.stride(0), z.panels(threads).data_ptr(), coef.data_ptr(),
+            out.data_ptr(), workspace.data_ptr(), threads,
+        )  # fmt: skip
+        return out
 
     def input_gradient(self, x: Tensor, cotangent: Tensor) -> Tensor:
         """Gradient of ``sum_k cotangent_ik f_k(x_i)``, shape ``(m, d)``.
@@ -87,6 +103,13 @@ class Machine:
         return self.factor @ (r / count) @ self.factor.T
 
 
+def on_cpu_kernels(*tensors: Tensor) -> bool:
+    """Whether the CPU's kernels take these tensors."""
+    if _gpu.emulating or any(t.device.type != "cpu" for t in tensors):
+        return False
+    return _dispatch.reference_reason(*tensors) is None
+
+
 def project(x: Tensor, mean: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``(x - mean) F`` in ``dtype``, shape ``(m, r)``.
 
@@ -94,8 +117,7 @@ def project(x: Tensor, mean: Tensor, factor: Tensor, dtype: torch.dtype) -> Tens
     Laplace kernel's gradient jumps at distance 0, so that rounding which differs by place, as a
     matrix product's does, would give two copies of a point a unit vector between them.
     """
-    native = x.device.type == "cpu" and not _gpu.serves(x.device)
-    if native and _dispatch.reference_reason(x) is None:
+    if on_cpu_kernels(x):
         return _project_native(x.to(dtype), mean.to(dtype), factor.to(dtype))
     mean, factor = mean.double(), factor.double()
     if dtype == torch.float64:  # one column at a time: every row sums in the same order
@@ -115,7 +137,7 @@ def _project_native(x: Tensor, mean: Tensor, factor: Tensor) -> Tensor:
     u = x.new_empty(m, r)
     if u.numel():
         workspace = x.new_empty(threads * _load._C.panel * (d + r))
-        _rfam_kernels.native("rfam_project", x.dtype)(
+        native("rfam_project", x.dtype)(
             m, d, r, x.data_ptr(), x.stride(0), mean.data_ptr(), factor.data_ptr(), u.data_ptr(),
             workspace.data_ptr(), threads,
         )  # fmt: skip

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from normalign import _rfam_kernels
-from normalign._rfam_kernels import Factor, Points
+from normalign import _load, _rfam_kernels
+from normalign._feature_space import WIDE
+from normalign._rfam_kernels import (
+    Factor,
+    Kernel,
+    Points,
+    Scratch,
+    machine_sizes,
+    native,
+    rows_apart,
+)
+from normalign._rfam_machine import on_cpu_kernels, project
 
 
 def jitter_ladder(dtype: torch.dtype) -> list[float]:
@@ -28,6 +37,17 @@ def warn_jitter(jitter: float, reg: float) -> None:
     warnings.warn(msg, RuntimeWarning, stacklevel=2)
 
 
+FAILED = "the kernel matrix could not be factored; does the input hold NaN or infinity?"
+# A float32 factor leaves errors of at most a third of e = eps n / (least pivot), which features
+# inherit. They are let stand where e is below 2e-5; as a rule, one correction by the residual in
+# float64 removes them. Where points nearly coincide as well (a pivot below 0.01: the squared
+# distance, in the kernel's space, of a point from the span of those before), their coefficients
+# are large and cancel, and float32 can't even hold them: the factor then preconditions a solution
+# in float64.
+FLOAT32_RULES = (WIDE, 2e-5, 1e-3, 0.01)
+_DONE, _WIDE, _FAILED, _HARD = range(4)  # csrc/rfam_fit.h
+
+
 @dataclass
 class Solution:
     """``a``, the points that it belongs to (in float64 where float32 would not do), the jitter."""
@@ -37,108 +57,118 @@ class Solution:
     jitter: float
 
 
-def solve_points(
-    x: Points,
-    targets: Tensor,
-    reg: float,
-    weight: Tensor | None,
-    threads: int,
-    *,
-    exact: Callable[[], Points] | None = None,
-    refine: bool = True,
-) -> Solution:
-    """Solves ``(K(x, x) + diag(reg / weight)) a = targets``.
+@dataclass
+class System:
+    """``(K(u, u) + diag(reg / weight)) a = y`` with ``u = (x - mean) F``, for one F after another.
 
-    A float32 factor leaves errors of at most eps n / (least pivot), which features inherit:
-
-    * below 5e-6 they are let stand;
-    * as a rule, one correction by the residual in float64 removes them;
-    * where points nearly coincide as well (a small pivot), their coefficients are large and cancel,
-      and float32 can't even hold them: the factor then preconditions a solution in float64.
-
-    Args:
-        x: Points, in factor space.
-        targets: ``(n, c)``, dtype of ``x``.
+    Attributes:
+        x: Points, shape ``(n, d)``.
+        y: Targets, shape ``(n, c)``, dtype of ``x``.
+        mean: Centre, shape ``(d,)``, dtype of ``x``.
+        kernel: The kernel.
         reg: Ridge, not negative.
-        weight: How often each point counts.
+        weight: How often each point counts, shape ``(n,)``.
         threads: Threads to use.
-        exact: Makes the points in float64; by default they are converted.
-        refine: Whether the rule's errors, 1e-4 in practice, are worth a correction.
+        scratch: Memory of the solves, which is anybody's in between.
     """
-    if x.gpu or x.reason is not None:  # float64 throughout, and torch's factorisation
-        x = exact() if exact is not None else Points(x.u.double(), x.kernel)
-        targets = targets.double()
-        gram = _rfam_kernels.gram(x, x, threads)
-        return Solution(x, *solve_gram(gram, targets, reg, weight))
-    factor = Factor.of(x, reg, 0.0, weight, threads)
-    if x.u.dtype is torch.float64:
-        if factor is None:
-            return _with_jitter(x, targets, reg, weight, threads)
-        return Solution(x, factor.solve(targets), 0.0)
-    hard, error = True, 1.0
-    if factor is not None:
-        error = _EPS * targets.shape[0] / factor.least_pivot
-        hard = error >= 1e-3 and factor.least_pivot < _NEAR
-        if error < 5e-6 or not (hard or refine):
-            return Solution(x, factor.solve(targets), 0.0)
-    wide = exact() if hard and exact is not None else x
-    wide = Points(wide.u.double(), x.kernel)
-    right = targets.double()
-    if factor is not None:
-        tolerance = 1e-9 if hard else 1e-3
-        coef, small = _corrected(factor, wide, right, reg, weight, threads, tolerance)
-        if small:
-            return Solution(wide, coef, 0.0) if hard else Solution(x, coef.float(), 0.0)
-    factor = Factor.of(wide, reg, 0.0, weight, threads)
-    if factor is not None:
-        return Solution(wide, factor.solve(right), 0.0)
-    return _with_jitter(x, targets, reg, weight, threads)
 
+    x: Tensor
+    y: Tensor
+    mean: Tensor
+    kernel: Kernel
+    reg: float
+    weight: Tensor | None
+    threads: int
+    scratch: Scratch = field(default_factory=Scratch)
+    _double: System | None = field(default=None, repr=False)
 
-def _corrected(
-    factor: Factor,
-    x: Points,
-    targets: Tensor,
-    reg: float,
-    weight: Tensor | None,
-    threads: int,
-    tolerance: float,
-) -> tuple[Tensor, bool]:
-    """A float64 solution by a float32 factor, and whether the last correction was relatively small.
+    def __post_init__(self) -> None:
+        self.native = min(self.y.shape) > 0 and on_cpu_kernels(self.x)
+        if self.native:
+            self.x = rows_apart(self.x)
+            self.y, self.mean = self.y.contiguous(), self.mean.contiguous()
+            if self.weight is not None:
+                self.weight = self.weight.to(self.x.dtype).contiguous()
 
-    A correction of 1e-3 leaves an error of about 1e-6, the square of it.
-    """
-    ridge = reg if weight is None else (reg / weight.double()).unsqueeze(1)
-    coef = factor.solve(targets.float()).double()
-    before = float("inf")
-    for _ in range(12):
-        residual = targets - _rfam_kernels.matvec_symmetric(x, coef, threads) - ridge * coef
-        correction = factor.solve(residual.float()).double()
-        coef += correction
-        size = float(correction.abs().max() / coef.abs().max().clamp(min=1e-300))
-        if size <= tolerance:
-            return coef, True
-        if not size < 0.5 * before:
-            break
-        before = size
-    return coef, False
+    def solve(self, factor: Tensor, *, refine: bool = True) -> Solution:
+        """The coefficients under the features ``F``.
 
+        Args:
+            factor: ``F``, shape ``(d, r)``, float64.
+            refine: Whether errors of 1e-4, which are the rule in float32, are worth a correction.
 
-def _with_jitter(
-    x: Points, targets: Tensor, reg: float, weight: Tensor | None, threads: int
-) -> Solution:
-    for jitter in jitter_ladder(targets.dtype)[1:]:
-        factor = Factor.of(x, reg, jitter, weight, threads)
-        if factor is not None:
-            warn_jitter(jitter, reg)
-            return Solution(x, factor.solve(targets), jitter)
-    raise ValueError(FAILED)
+        Raises:
+            ValueError: no jitter makes the matrix positive definite.
+        """
+        if not self.native:  # float64 throughout, and torch's factorisation
+            points = Points(project(self.x, self.mean, factor, torch.float64), self.kernel)
+            gram = _rfam_kernels.gram(points, points, self.threads)
+            solved = solve_gram(gram, self.y.double(), self.reg, self.weight)
+            return Solution(points, *solved)
+        n, c = self.y.shape
+        (d, r), dtype = factor.shape, self.x.dtype
+        u, coef = self.x.new_empty(n, r), self.x.new_empty(n, c)
+        points = Points(u, self.kernel, self.x.new_empty(_rfam_kernels.padded(n) * r))
+        size = _load._C.rfam_solve_workspace(n, d, r, c, self.threads, dtype.itemsize)
+        factor = factor.contiguous()
+        status, least_pivot = native("rfam_solve", dtype)(
+            (*machine_sizes(self.kernel, n, d, r, c), self.mean.data_ptr(), factor.data_ptr()),
+            self.x.data_ptr(), self.x.stride(0), self.y.data_ptr(),
+            0 if self.weight is None else self.weight.data_ptr(), self.reg, FLOAT32_RULES, refine,
+            u.data_ptr(), points.panels(self.threads).data_ptr(), coef.data_ptr(),
+            self.scratch.take(size), self.threads,
+        )  # fmt: skip
+        if status == _DONE:
+            return Solution(points, coef, 0.0)
+        if dtype is torch.float64:
+            return self._with_jitter(points)
+        if status == _WIDE:
+            return self.in_double().solve(factor)
+        found = None
+        exact = Points(project(self.x, self.mean, factor, torch.float64), self.kernel)
+        if status == _HARD:
+            found = self._preconditioned(exact, least_pivot)
+        if found is None:
+            wide = Factor.of(exact, self.reg, 0.0, self.weight, self.threads, self.scratch)
+            found = None if wide is None else wide.solve(self.y.double())
+        return self._with_jitter(points) if found is None else Solution(exact, found, 0.0)
 
+    def in_double(self) -> System:
+        """The same system, computed in float64."""
+        if self._double is None:
+            weight = None if self.weight is None else self.weight.double()
+            self._double = System(
+                self.x.double(), self.y.double(), self.mean.double(), self.kernel, self.reg,
+                weight, self.threads, self.scratch,
+            )  # fmt: skip
+        return self._double
 
-_EPS = torch.finfo(torch.float32).eps
-# A pivot is the squared distance, in the kernel's space, of a point from the span of those before.
-_NEAR = 0.01
-FAILED = "the kernel matrix could not be factored; does the input hold NaN or infinity?"
+    def _preconditioned(self, x: Points, least_pivot: float) -> Tensor | None:
+        """A float64 solution by the float32 factor in the scratch; None if it does not converge."""
+        factor = Factor.within(self.scratch, self.y.shape[0], torch.float32, least_pivot)
+        targets = self.y.double()
+        ridge = self.reg if self.weight is None else (self.reg / self.weight.double()).unsqueeze(1)
+        coef = factor.solve(self.y).double()
+        before = float("inf")
+        for _ in range(12):
+            residual = targets - _rfam_kernels.matvec_symmetric(x, coef, self.threads)
+            correction = factor.solve((residual - ridge * coef).float()).double()
+            coef += correction
+            size = float(correction.abs().max() / coef.abs().max().clamp(min=1e-300))
+            if size <= 1e-9:
+                return coef
+            if not size < 0.5 * before:
+                return None
+            before = size
+        return None
+
+    def _with_jitter(self, points: Points) -> Solution:
+        for jitter in jitter_ladder(points.u.dtype)[1:]:
+            factor = Factor.of(points, self.reg, jitter, self.weight, self.threads, self.scratch)
+            if factor is not None:
+                warn_jitter(jitter, self.reg)
+                return Solution(points, factor.solve(self.y), jitter)
+        raise ValueError(FAILED)
 
 
 def solve_gram(

@@ -109,8 +109,6 @@ def run_fold(task: FoldTask, missing: list[Row]) -> Iterator[Row]:
     shared = _rfam_fit.prepare(
         X,
         alpha=key["alpha"],
-        bandwidth=key["bandwidth"],
-        kernel=key["kernel"],
         x_val=X_valid if len(valid) else None,
     )
 

@@ -18,6 +18,7 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import normalign
 from normalign import RFAMClassifier, RFAMRegressor, _rfam_kernels
+from normalign._rfam_machine import Machine
 from normalign._rfam_memory import fit_bytes, parse_bytes, rows_that_fit
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -137,13 +138,13 @@ def test_prediction_in_chunks(monkeypatch):
     model = RFAMClassifier(dtype="float32").fit(X[:60], y[:60])
     whole = model._outputs(X)
     seen = []
-    matvec = _rfam_kernels.matvec
+    outputs = Machine._outputs
 
-    def spy(u, *rest):
-        seen.append(len(getattr(u, "u", u)))
-        return matvec(u, *rest)
+    def spy(machine, x):
+        seen.append(len(x))
+        return outputs(machine, x)
 
-    monkeypatch.setattr(_rfam_kernels, "matvec", spy)
+    monkeypatch.setattr(Machine, "_outputs", spy)
     for chunk in (1, 7, len(X) + 1):
         seen.clear()
         # Sums may run in another order: one rounding of sum |a_i| K_i, about 50 here.
@@ -284,19 +285,24 @@ def test_threads_are_obeyed_and_restored(monkeypatch):
     X, y = blobs(40)
     torch.set_num_threads(1)
     seen = set()
-    matvec, agop = _rfam_kernels.matvec, _rfam_kernels.agop
-    for name, kernel in (("matvec", matvec), ("agop", agop)):
-        monkeypatch.setattr(
-            _rfam_kernels,
-            name,
-            lambda *a, kernel=kernel, **k: (seen.add(torch.get_num_threads()), kernel(*a, **k))[1],
-        )
+
+    def watch(owner, name):
+        kernel = getattr(owner, name)
+
+        def spy(*args, **settings):
+            seen.add((name, torch.get_num_threads()))
+            return kernel(*args, **settings)
+
+        monkeypatch.setattr(owner, name, spy)
+
+    watch(Machine, "_outputs")
+    watch(_rfam_kernels, "agop")
     RFAMClassifier(n_jobs=2, n_iter=2).fit(X, y).predict(X)
-    assert seen == {2}
+    assert seen == {("_outputs", 2), ("agop", 2)}
     assert torch.get_num_threads() == 1
     seen.clear()
     RFAMClassifier(n_iter=2).fit(X, y).predict(X)
-    assert seen == {1}
+    assert seen == {("_outputs", 1), ("agop", 1)}
     with pytest.raises(ValueError, match="n_jobs must be"):
         RFAMClassifier(n_jobs=0).fit(X, y)
 

@@ -12,6 +12,11 @@ NORMALIGN_INLINE int64_t panel_start(int64_t i) {
   return P * P * (i * (i + 1) / 2);
 }
 
+// Rows of panel i that are points. What fills the last panel is the identity, factored already.
+NORMALIGN_INLINE int64_t rows_of(int64_t n, int64_t i) {
+  return least(P, n - i * P);
+}
+
 // The triangle of M columns that a block of columns is solved with: factor[i][l] = L[i, l].
 template <class T>
 struct Block {
@@ -19,12 +24,12 @@ struct Block {
   T factor[M][M], inverse[M];
 };
 
-// c <- c L^-T for M columns of `lanes` rows.
+// c <- c L^-T for M columns of `rows` rows.
 template <class T>
-__attribute__((noinline)) void solve_block(const Block<T>& block, T* c) {
+__attribute__((noinline)) void solve_block(const Block<T>& block, int64_t rows, T* c) {
   using V = typename Simd<T>::V;
   constexpr int M = Block<T>::M, W = Simd<T>::width;
-  for (int v = 0; v < P; v += W) {
+  for (int64_t v = 0; v < rows; v += W) {
     V x[M];
     NORMALIGN_UNROLL
     for (int l = 0; l < M; ++l) x[l] = load(c + l * P + v);
@@ -39,16 +44,19 @@ __attribute__((noinline)) void solve_block(const Block<T>& block, T* c) {
   }
 }
 
-// Factors the M x M block on the diagonal; rows and columns start at `at` of the panel's tile.
+// Factors the M x M block on the diagonal; rows and columns start at `at` of the panel's tile. The
+// first `count` pivots are of points, the others of what fills the panel.
 template <class T>
-int factor_block(const T* c, int at, Block<T>* block, T* pivots) {
+int factor_block(const T* c, int at, int64_t count, Block<T>* block, T* pivots) {
   constexpr int M = Block<T>::M;
   for (int l = 0; l < M; ++l) {
     T pivot = c[l * P + at + l];
     for (int k = 0; k < l; ++k) pivot -= block->factor[l][k] * block->factor[l][k];
     if (!(pivot > T(0)) || pivot > T(1e30)) return l + 1;  // NaN fails too
-    pivots[0] = pivot < pivots[0] ? pivot : pivots[0];
-    pivots[1] = pivot > pivots[1] ? pivot : pivots[1];
+    if (l < count) {
+      pivots[0] = pivot < pivots[0] ? pivot : pivots[0];
+      pivots[1] = pivot > pivots[1] ? pivot : pivots[1];
+    }
     const T root = sizeof(T) == 4 ? T(__builtin_sqrtf(pivot)) : T(__builtin_sqrt(pivot));
     block->factor[l][l] = root;
     block->inverse[l] = T(1) / root;
@@ -61,16 +69,17 @@ int factor_block(const T* c, int at, Block<T>* block, T* pivots) {
   return 0;
 }
 
-// Panel I: subtracts from the columns of panel J what the columns [0, stop) contribute.
+// Panel I, of `rows` rows: subtracts from the columns of panel J what columns [from, stop)
+// contribute.
 template <class T>
-void update(const T* panel_j, T* panel_i, int64_t j, int64_t from, int64_t stop) {
-  multiply<T, Store::subtract>(P, P, stop - from, panel_j + from * P, 1, P, panel_i + from * P, P,
-                               panel_i + j * P * P, P);
+void update(const T* panel_j, T* panel_i, int64_t rows, int64_t j, int64_t from, int64_t stop) {
+  multiply<T, Store::subtract>(P, rows, stop - from, panel_j + from * P, 1, P, panel_i + from * P,
+                               P, panel_i + j * P * P, P);
 }
 
 // Panel I below the diagonal: the columns of panels [first, last), all that is left of them.
 template <class T>
-void finish(T* packed, const T* inverse, int64_t i, int64_t first, int64_t last) {
+void finish(T* packed, const T* inverse, int64_t rows, int64_t i, int64_t first, int64_t last) {
   constexpr int M = Tiling<T>::M;
   T* panel_i = packed + panel_start(i);
   for (int64_t j = first; j < last; ++j) {
@@ -78,32 +87,34 @@ void finish(T* packed, const T* inverse, int64_t i, int64_t first, int64_t last)
     for (int b = 0; b < P; b += M) {
       const int64_t column = j * P + b, from = first * P;
       T* c = panel_i + column * P;
-      multiply<T, Store::subtract>(M, P, column - from, panel_j + from * P + b, 1, P,
+      multiply<T, Store::subtract>(M, rows, column - from, panel_j + from * P + b, 1, P,
                                    panel_i + from * P, P, c, P);
       Block<T> block;
       for (int l = 0; l < M; ++l) {
         block.inverse[l] = inverse[column + l];
         for (int i2 = l; i2 < M; ++i2) block.factor[i2][l] = panel_j[(column + l) * P + b + i2];
       }
-      solve_block(block, c);
+      solve_block(block, rows, c);
     }
   }
 }
 
 // The panel on the diagonal, whose columns before `first` are already subtracted.
 template <class T>
-int64_t finish_diagonal(T* packed, T* inverse, T* pivots, int64_t i, int64_t first) {
+int64_t finish_diagonal(T* packed, T* inverse, T* pivots, int64_t n, int64_t i, int64_t first) {
   constexpr int M = Tiling<T>::M;
-  finish(packed, inverse, i, first, i);
+  const int64_t rows = rows_of(n, i);
+  finish(packed, inverse, rows, i, first, i);
+  for (int64_t a = rows; a < P; ++a) inverse[i * P + a] = T(1);
   T* panel = packed + panel_start(i);
-  for (int b = 0; b < P; b += M) {
+  for (int b = 0; b < rows; b += M) {
     const int64_t column = i * P + b, from = first * P;
     T* c = panel + column * P;
-    multiply<T, Store::subtract>(M, P, column - from, panel + from * P + b, 1, P, panel + from * P,
-                                 P, c, P);
+    multiply<T, Store::subtract>(M, rows, column - from, panel + from * P + b, 1, P,
+                                 panel + from * P, P, c, P);
     Block<T> block;
-    if (const int failed = factor_block(c, b, &block, pivots)) return column + failed;
-    solve_block(block, c);
+    if (const int failed = factor_block(c, b, n - column, &block, pivots)) return column + failed;
+    solve_block(block, rows, c);
     for (int l = 0; l < M; ++l) {
       inverse[column + l] = block.inverse[l];
       for (int a = 0; a < b; ++a) c[l * P + a] = T(0);
@@ -138,17 +149,18 @@ int64_t factor(int64_t n, T* packed, T* inverse, T* pivots, int threads) {
     for (int64_t i = first; i < last; ++i)
       for (int64_t from = 0; from < first * P; from += depth)
         for (int64_t j = first; j <= i; ++j)
-          update(packed + panel_start(j), packed + panel_start(i), j, from,
+          update(packed + panel_start(j), packed + panel_start(i), rows_of(n, i), j, from,
                  least(first * P, from + depth));
     for (int64_t i = first; i < last; ++i)
-      if (const int64_t failed = finish_diagonal(packed, inverse, pivots, i, first)) return failed;
+      if (const int64_t failed = finish_diagonal(packed, inverse, pivots, n, i, first))
+        return failed;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = last; i < count; ++i) {
       for (int64_t from = 0; from < first * P; from += depth)
         for (int64_t j = first; j < last; ++j)
-          update(packed + panel_start(j), packed + panel_start(i), j, from,
+          update(packed + panel_start(j), packed + panel_start(i), rows_of(n, i), j, from,
                  least(first * P, from + depth));
-      finish(packed, inverse, i, first, last);
+      finish(packed, inverse, rows_of(n, i), i, first, last);
     }
   }
   return 0;
@@ -165,16 +177,17 @@ void solve(int64_t n, int64_t c, const T* packed, const T* inverse, T* rhs, int6
     alignas(64) T y[chunk * P];
     for (int64_t i = 0; i < count; ++i) {
       const T* panel = packed + panel_start(i);
+      const int64_t rows = rows_of(n, i);
       T* at = rhs + i * P * stride + c0;
-      multiply<T, Store::set>(cs, P, i * P, rhs + c0, 1, stride, panel, P, y, P);
+      multiply<T, Store::set>(cs, rows, i * P, rhs + c0, 1, stride, panel, P, y, P);
       for (int64_t k = 0; k < cs; ++k) {
         T* yk = y + k * P;
-        for (int64_t a = 0; a < P; ++a) yk[a] = at[a * stride + k] - yk[a];
-        for (int64_t j = 0; j < P; ++j) {
+        for (int64_t a = 0; a < rows; ++a) yk[a] = at[a * stride + k] - yk[a];
+        for (int64_t j = 0; j < rows; ++j) {
           const T z = yk[j] * inverse[i * P + j];
           const T* column = panel + (i * P + j) * P;
           at[j * stride + k] = z;
-          for (int64_t a = j / Tiling<T>::W * Tiling<T>::W; a < P; a += Tiling<T>::W)
+          for (int64_t a = j / Tiling<T>::W * Tiling<T>::W; a < rows; a += Tiling<T>::W)
             store(yk + a, load(yk + a) - z * load(column + a));
         }
       }
@@ -183,17 +196,18 @@ void solve(int64_t n, int64_t c, const T* packed, const T* inverse, T* rhs, int6
   // L^T a = z
   for (int64_t i = count - 1; i >= 0; --i) {
     const T* panel = packed + panel_start(i);
+    const int64_t rows = rows_of(n, i);
     T* at = rhs + i * P * stride;
-    for (int64_t j = P - 1; j >= 0; --j) {
+    for (int64_t j = rows - 1; j >= 0; --j) {
       const T* column = panel + (i * P + j) * P;
       T* row = at + j * stride;
-      if (j + 1 < P)
-        multiply<T, Store::subtract>(1, padded_c, P - 1 - j, column + j + 1, 0, 1,
+      if (j + 1 < rows)
+        multiply<T, Store::subtract>(1, padded_c, rows - 1 - j, column + j + 1, 0, 1,
                                      at + (j + 1) * stride, stride, row, stride);
       for (int64_t k = 0; k < c; ++k) row[k] *= inverse[i * P + j];
     }
     if (i > 0)
-      multiply<T, Store::subtract>(i * P, padded_c, P, panel, P, 1, at, stride, rhs, stride);
+      multiply<T, Store::subtract>(i * P, padded_c, rows, panel, P, 1, at, stride, rhs, stride);
   }
 }
 

@@ -36,6 +36,20 @@ void gram(int kernel, T exponent, bool weights, int64_t m, int64_t n, int64_t wi
   }
 }
 
+// Panel i of a packed lower triangle, whose `rows` points are few: they are the columns of tiles.
+template <class T>
+void gram_last_panel(int kernel, T exponent, int64_t rows, int64_t i, int64_t width, const T* x,
+                     T* panel) {
+  alignas(64) T tile[P * P];
+  for (int64_t j = 0; j <= i; ++j) {
+    pair_tile<T>(static_cast<Kernel>(kernel), width, x + j * width * P, x + i * width * P, rows,
+                 exponent, tile, nullptr);
+    T* to = panel + j * P * P;
+    for (int64_t b = 0; b < P; ++b)
+      for (int64_t a = 0; a < rows; ++a) to[b * P + a] = tile[a * P + b];
+  }
+}
+
 template <class T>
 void gram_packed(int kernel, T exponent, int64_t n, int64_t width, const T* x, const T* ridge,
                  T shift, T* packed, int threads) {
@@ -43,20 +57,24 @@ void gram_packed(int kernel, T exponent, int64_t n, int64_t width, const T* x, c
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1 && n > 128)
   for (int64_t reversed = 0; reversed < count; ++reversed) {
     const int64_t i = count - 1 - reversed;  // the longest panel first
+    const int64_t rows = least(P, n - i * P);
     T* panel = packed + P * P * (i * (i + 1) / 2);
-    for (int64_t j = 0; j <= i; ++j)
-      pair_tile<T>(static_cast<Kernel>(kernel), width, x + i * width * P, x + j * width * P, P,
-                   exponent, panel + j * P * P, nullptr);
     T* diagonal = panel + i * P * P;
-    for (int64_t a = 0; a < P; ++a) {
-      const int64_t point = i * P + a;
-      if (point < n) {
-        diagonal[a * P + a] += shift + (ridge ? ridge[point] : T(0));
-        continue;
-      }
-      for (int64_t k = 0; k < (i + 1) * P; ++k) panel[k * P + a] = T(0);
-      for (int64_t b = 0; b < P; ++b) diagonal[a * P + b] = T(0);
-      diagonal[a * P + a] = T(1);
+    if (2 * rows <= P) {
+      gram_last_panel(kernel, exponent, rows, i, width, x, panel);
+    } else {
+      for (int64_t j = 0; j <= i; ++j)
+        pair_tile<T>(static_cast<Kernel>(kernel), width, x + i * width * P, x + j * width * P, P,
+                     exponent, panel + j * P * P, nullptr);
+    }
+    for (int64_t a = 0; a < rows; ++a)
+      diagonal[a * P + a] += shift + (ridge ? ridge[i * P + a] : T(0));
+    if (rows == P) continue;
+    for (int64_t k = 0; k < (i + 1) * P; ++k)
+      for (int64_t a = rows; a < P; ++a) panel[k * P + a] = T(0);
+    for (int64_t b = rows; b < P; ++b) {
+      for (int64_t a = 0; a < P; ++a) diagonal[b * P + a] = T(0);
+      diagonal[b * P + b] = T(1);
     }
   }
 }
