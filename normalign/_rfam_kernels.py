@@ -236,7 +236,9 @@ def gradient(x: Points, z: Points, coef: Tensor, cotangent: Tensor, threads: int
 
 def jacobian(x: Points, z: Points, coef: Tensor, threads: int) -> Tensor:
     """Gradients of all outputs in ``u``, shape ``(m, c, r)``."""
-    if x.gpu or x.reason is not None:
+    if x.gpu:
+        return _rfam_cuda.jacobian(x.u, z.u, coef, x.kernel.length, x.kernel.exponent)
+    if x.reason is not None:
         return reference.jacobian(x.u, z.u, coef, None, x.kernel.length, x.kernel.exponent)
     (m, width), (n, c) = x.u.shape, coef.shape
     out = x.u.new_empty(m, c, width)

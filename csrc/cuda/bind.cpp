@@ -8,6 +8,7 @@
 namespace normalign {
 
 void bind_attack_gpu(py::module_& m);
+void bind_cholesky_gpu(py::module_& m);
 void bind_laplace_gpu(py::module_& m);
 void bind_stack_gpu(py::module_& m);
 
@@ -65,6 +66,7 @@ PYBIND11_MODULE(NORMALIGN_GPU_MODULE, m) {
   m.def("orthogonal_projection_backward_f32", &projection_backward<float>);
   m.def("orthogonal_projection_backward_f64", &projection_backward<double>);
   bind_attack_gpu(m);
+  bind_cholesky_gpu(m);
   bind_laplace_gpu(m);
   bind_stack_gpu(m);
 }

@@ -35,48 +35,79 @@ __device__ __forceinline__ void make_tile(LaplaceTile<T>& tile, const T* x, int6
 
 template <class T, bool weights, bool products>
 __global__ void __launch_bounds__(laplace_threads, 1)
-    gram_kernel(GpuKernel<T> k, int64_t m, int64_t n, int width, const T* x, const T* z, T* out) {
+    gram_kernel(GpuKernel<T> k, GpuBatch batch, int64_t m, int64_t n, int width, const T* x,
+                const T* z, T* out) {
   NORMALIGN_SHARED(LaplaceTile<T>, tile, [1]);
-  const bool symmetric = x == z && m == n;           // not some of the rows against all
+  const int64_t problem = blockIdx.z, stride = n;
+  // Not some of the rows against all.
+  const bool symmetric = x == z && m == n && batch.own_m == batch.own_n;
   if (symmetric && blockIdx.x < blockIdx.y) return;  // the mirror tile writes this one
+  x += problem * m * width;
+  z += problem * n * width;
+  out += problem * m * n;
+  if (batch.own_m) m = batch.own_m[problem];
+  if (batch.own_n) n = batch.own_n[problem];
   const int64_t i0 = int64_t(blockIdx.y) * laplace_tile, j0 = int64_t(blockIdx.x) * laplace_tile;
+  if (i0 >= m || j0 >= n) return;
   make_tile<T, products>(tile[0], x, i0, m, z, j0, n, width, [&](int, int, T squared) {
     return weights ? kernel_weight(k, squared) : kernel_value(k, squared);
   });
   const auto& result = tile[0].entries;
   for (int e = threadIdx.x; e < laplace_tile * laplace_tile; e += laplace_threads) {
     const int i = e / laplace_tile, j = e % laplace_tile;
-    if (i0 + i < m && j0 + j < n) out[(i0 + i) * n + j0 + j] = result[i][j];
+    if (i0 + i < m && j0 + j < n) out[(i0 + i) * stride + j0 + j] = result[i][j];
     if (symmetric && i0 != j0 && j0 + i < n && i0 + j < m)
-      out[(j0 + i) * n + i0 + j] = result[j][i];
+      out[(j0 + i) * stride + i0 + j] = result[j][i];
   }
 }
 
-// Both streaming kernels: blockIdx.x is a tile of rows, .y a part of the points z, .z a range of
-// kept_cols result columns. A thread sums row threadIdx.x / 4 and every fourth column.
-template <class T, bool gradient>
+// What a streaming kernel sums over the points z.
+enum class Sum {
+  outputs,   // K_ij coef_jk
+  gradient,  // W_ij (sum_k cotangent_ik coef_jk) (z_j - x_i)
+  jacobian   // W_ij coef_jk (z_j - x_i), for each k
+};
+
+// blockIdx.x is a tile of rows, .y a part of the points z, .z a problem and a range of kept_cols
+// result columns. A thread sums row threadIdx.x / 4 and every fourth column.
+template <class T, Sum kind>
 __global__ void __launch_bounds__(laplace_threads, 1)
-    stream_kernel(GpuKernel<T> k, int64_t m, int64_t n, int width, int c, const T* x, const T* z,
-                  const T* coef, const T* cotangent, T* out) {
+    stream_kernel(GpuKernel<T> k, GpuBatch batch, int64_t m, int64_t n, int width, int c,
+                  const T* x, const T* z, const T* coef, const T* cotangent, T* out) {
   NORMALIGN_SHARED(LaplaceTile<T>, tile, [1]);
+  constexpr bool differences = kind != Sum::outputs;
   const auto& factors = tile[0].entries;
-  const int64_t i0 = int64_t(blockIdx.x) * laplace_tile;
-  const int64_t tiles = (n + laplace_tile - 1) / laplace_tile;
+  const int ranges = gridDim.z / batch.count;
+  const int64_t problem = blockIdx.z / ranges;
+  const int results = kind == Sum::outputs ? c : kind == Sum::gradient ? width : c * width;
+  x += problem * m * width;
+  z += problem * n * width;
+  coef += problem * n * c;
+  cotangent += problem * m * c;
+  out += (blockIdx.y * int64_t(batch.count) + problem) * m * results;
+  const int64_t i0 = int64_t(blockIdx.x) * laplace_tile, rows = m;
+  if (batch.own_m) m = batch.own_m[problem];
+  if (batch.own_n) n = batch.own_n[problem];
+  const int64_t tiles = i0 < m ? (n + laplace_tile - 1) / laplace_tile : 0;
   const int64_t first = tiles * blockIdx.y / gridDim.y, last = tiles * (blockIdx.y + 1) / gridDim.y;
-  const int own = threadIdx.x / 4, col0 = blockIdx.z * kept_cols + threadIdx.x % 4;
-  const int results = gradient ? width : c;
+  const int own = threadIdx.x / 4;
+  const int col0 = blockIdx.z % ranges * kept_cols + threadIdx.x % 4;
   const int64_t i = i0 + own;
   T sum[kept_cols / 4] = {}, origin[kept_cols / 4] = {};
-  if (gradient && i < m) {
-    NORMALIGN_UNROLL
-    for (int q = 0; q < kept_cols / 4; ++q)
-      if (col0 + 4 * q < width) origin[q] = x[i * width + col0 + 4 * q];
+  int output[kept_cols / 4] = {}, column[kept_cols / 4] = {};  // of a result, in coef and in z
+  NORMALIGN_UNROLL
+  for (int q = 0; q < kept_cols / 4; ++q) {
+    const int col = col0 + 4 * q;
+    if (kind == Sum::jacobian) output[q] = col / width;
+    column[q] = kind == Sum::jacobian ? col - output[q] * width : col;
+    if (differences && i < m && col < results) origin[q] = x[i * width + column[q]];
   }
   for (int64_t t = first; t < last; ++t) {
     const int64_t j0 = t * laplace_tile;
     make_tile(tile[0], x, i0, m, z, j0, n, width, [&](int a, int b, T squared) {
       if (i0 + a >= m || j0 + b >= n) return T(0);
-      if constexpr (!gradient) return kernel_value(k, squared);
+      if constexpr (kind == Sum::outputs) return kernel_value(k, squared);
+      if constexpr (kind == Sum::jacobian) return kernel_weight(k, squared);
       T product = T(0);
       for (int q = 0; q < c; ++q) product += cotangent[(i0 + a) * c + q] * coef[(j0 + b) * c + q];
       return kernel_weight(k, squared) * product;
@@ -84,18 +115,38 @@ __global__ void __launch_bounds__(laplace_threads, 1)
     const int points = n - j0 < laplace_tile ? int(n - j0) : laplace_tile;
     for (int j = 0; j < points; ++j) {
       const T factor = factors[own][j];
-      const T* const right = gradient ? z + (j0 + j) * width : coef + (j0 + j) * c;
+      const T* const right = differences ? z + (j0 + j) * width : coef + (j0 + j) * c;
       NORMALIGN_UNROLL
-      for (int q = 0; q < kept_cols / 4; ++q)
-        if (col0 + 4 * q < results)
-          sum[q] += factor * (gradient ? right[col0 + 4 * q] - origin[q] : right[col0 + 4 * q]);
+      for (int q = 0; q < kept_cols / 4; ++q) {
+        if (col0 + 4 * q >= results) continue;
+        const T value = differences ? right[column[q]] - origin[q] : right[column[q]];
+        const T scaled = kind == Sum::jacobian ? factor * coef[(j0 + j) * c + output[q]] : factor;
+        sum[q] += scaled * value;
+      }
     }
     __syncthreads();
   }
-  if (i >= m) return;
+  if (i >= rows) return;
   NORMALIGN_UNROLL
   for (int q = 0; q < kept_cols / 4; ++q)
-    if (col0 + 4 * q < results) out[(blockIdx.y * m + i) * results + col0 + 4 * q] = sum[q];
+    if (col0 + 4 * q < results) out[i * results + col0 + 4 * q] = sum[q];
+}
+
+// A result for each thread; blockIdx.y is the problem. Products are rounded and added in one order,
+// as in attack.cuh, so that equal points give equal results wherever they are made.
+template <class T>
+__global__ void __launch_bounds__(laplace_threads, 1)
+    project_kernel(int64_t m, int d, int width, const int* table, const double* x,
+                   const double* factor, T* out) {
+  const int64_t problem = blockIdx.y;
+  const int64_t at = int64_t(blockIdx.x) * laplace_threads + threadIdx.x;
+  if (at >= m * width) return;
+  x += (table[problem] * m + at / width) * d;
+  factor += problem * d * width + at % width;
+  double sum = 0;
+  for (int k = 0; k < d; ++k)
+    sum = add_rounded(sum, multiply_rounded(x[k], factor[int64_t(k) * width]));
+  out[problem * m * width + at] = T(sum);
 }
 
 }  // namespace

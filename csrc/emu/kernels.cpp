@@ -1,5 +1,6 @@
 // The kernels of csrc/cuda, compiled for the host.
 #include "../cuda/attack.cu"
+#include "../cuda/cholesky.cu"
 #include "../cuda/laplace.cu"
 #include "../cuda/orthogonal_projection.cu"
 #include "../cuda/stack.cu"
