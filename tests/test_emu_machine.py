@@ -49,10 +49,14 @@ def programs(tmp_path_factory):
     defines["thread"] = ["-DNORMALIGN_EMU_TSAN"]
     found = {}
     for kind, sanitize in kinds.items():
-        machine, program = folder / f"{kind}.o", folder / kind
+        program = folder / kind
+        objects = [folder / f"{kind}_{part}.o" for part in ("machine", "collectives")]
         steps = (
-            [*flags, *defines[kind], "-c", SOURCE / "machine.cpp", "-o", machine],
-            [*flags, *sanitize, SOURCE / "seeded_bugs.cpp", machine, "-o", program],
+            *(
+                [*flags, *defines[kind], "-c", SOURCE / f"{part}.cpp", "-o", into]
+                for part, into in zip(("machine", "collectives"), objects, strict=True)
+            ),
+            [*flags, *sanitize, SOURCE / "seeded_bugs.cpp", *objects, "-o", program],
         )
         for step in steps:
             run = subprocess.run(step, capture_output=True, text=True)

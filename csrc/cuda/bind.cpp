@@ -1,9 +1,6 @@
 // The Python face of the CUDA kernels. Compiled as _cuda, and as _emu with the emulated ones; the
 // arguments of both are the same, and end with a device number and a stream.
 #include "bind_gpu.h"
-#if !defined(NORMALIGN_WITH_CUDART)
-#include "../emu/machine.h"
-#endif
 
 namespace normalign {
 
@@ -60,6 +57,11 @@ PYBIND11_MODULE(NORMALIGN_GPU_MODULE, m) {
 #else
   m.attr("architectures") = "emulated";
   m.def("launches", &emu::launches);
+  m.def("launched_on", [](uint64_t k) {
+    const auto [device, stream] = emu::launched(k);
+    return py::make_tuple(device, reinterpret_cast<Address>(stream));
+  });
+  m.def("current_device", &emu::get_device);
 #endif
   m.def("orthogonal_projection_f32", &projection<float>);
   m.def("orthogonal_projection_f64", &projection<double>);

@@ -4,6 +4,8 @@
 #include "launch.h"
 #if defined(NORMALIGN_WITH_CUDART)
 #include <cuda_runtime_api.h>
+#else
+#include "../emu/machine.h"
 #endif
 
 namespace normalign {
@@ -17,32 +19,45 @@ inline Stream stream_of(Address stream) {
 }
 
 #if defined(NORMALIGN_WITH_CUDART)
+inline void check_cuda(cudaError_t error) {
+  if (error != cudaSuccess) check(cudaGetErrorString(error));
+}
+inline int current_device() {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device));
+  return device;
+}
+inline void use_device(int device) {
+  check_cuda(cudaSetDevice(device));
+}
+#else
+inline int current_device() {
+  return emu::get_device();
+}
+inline void use_device(int device) {
+  if (!emu::set_device(device)) check("invalid device ordinal");
+}
+#endif
+
 // Makes a device current for a launch, and the one before it afterwards.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) {
-    check_cuda(cudaGetDevice(&before_));
-    if (before_ == device) return;
-    check_cuda(cudaSetDevice(device));
-    changed_ = true;
+  explicit DeviceGuard(int device) : before_(current_device()), changed_(before_ != device) {
+    if (changed_) use_device(device);
   }
   ~DeviceGuard() {
-    if (changed_) cudaSetDevice(before_);
+    if (!changed_) return;
+    try {
+      use_device(before_);
+    } catch (...) {  // the launch's own error counts
+    }
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
-  static void check_cuda(cudaError_t error) {
-    if (error != cudaSuccess) check(cudaGetErrorString(error));
-  }
-  int before_ = 0;
-  bool changed_ = false;
+  int before_;
+  bool changed_;
 };
-#else
-struct DeviceGuard {
-  explicit DeviceGuard(int) {}
-};
-#endif
 
 }  // namespace normalign

@@ -47,10 +47,9 @@ static inline const char* launch_status() {
   T* const name = static_cast<T*>(::normalign::emu::dynamic_shared())
 #define NORMALIGN_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                  \
   do {                                                                                    \
-    (void)(stream);                                                                       \
     const dim3 grid_ = grid, block_ = block;                                              \
     ::normalign::emu::launch({grid_.x, grid_.y, grid_.z}, {block_.x, block_.y, block_.z}, \
-                             (shared_bytes), [&] { kernel(__VA_ARGS__); });               \
+                             (shared_bytes), stream, [&] { kernel(__VA_ARGS__); });               \
   } while (0)
 
 #endif

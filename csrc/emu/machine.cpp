@@ -4,17 +4,11 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <mutex>
 #include <new>
 #include <stdexcept>
-#include <string>
 
-#include "device_state.h"
-#include "sanitizers.h"
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
+#include "machine_state.h"
 
 #if defined(__x86_64__)
 extern "C" void normalign_emu_switch(void** save, void* load);
@@ -49,110 +43,12 @@ namespace emu {
 // What the kernels read; written at each switch.
 Index3 grid_dim, block_dim, block_index, thread_index;
 
-namespace {
-
-constexpr int max_threads = 1024;
-constexpr int max_warps = max_threads / 32;
-constexpr size_t page = 4096;
-constexpr size_t stack_bytes = 128 << 10;
-constexpr size_t hot_stack = 4 << 10;  // the part of a stack that a kernel really uses
-constexpr size_t max_static_shared = 48 << 10;
-constexpr size_t max_dynamic_shared = 227 << 10;
-constexpr int generations = 16;  // synchronisation points that may be in use at one time
-constexpr size_t sync_bytes = generations * (1 + max_threads);
-constexpr size_t arena_bytes = sync_bytes + max_static_shared + max_dynamic_shared + (64 << 10);
-// Block k runs on the thread sanitizer's fibers of set k % fiber_sets. Fibers are costly to make,
-// and blocks of one set look ordered; blocks of different sets do not.
-constexpr int fiber_sets = 4;
-
-enum class State { ready, at_barrier, in_warp, done };
-enum class Order { forward, reverse, random };
-
-struct Fiber {
-  void* stack_pointer = nullptr;
-  char* stack = nullptr;
-  Index3 index{};
-  State state = State::done;
-  Where where{"", 0};
-  uint32_t mask = 0;
-  int source = 0;
-  uint64_t value = 0;   // what it brought to a collective
-  uint64_t result = 0;  // what it takes away
-  unsigned meetings = 0;
-  void* asan_fake_stack = nullptr;
-  void* tsan_fiber = nullptr;
-#if !defined(__x86_64__)
-  ucontext_t context;
-#endif
-};
-
-struct Meeting {  // a collective that some lanes have reached
-  uint32_t mask = 0, arrived = 0;
-  Collective kind{};
-  Where where{"", 0};
-};
-
-struct Warp {
-  uint32_t alive = 0;
-  int open = 0;
-  Meeting meetings[32];
-};
-
-// Threads that can run. No allocation: it would look like one made by the kernel's threads.
-struct ReadyRing {
-  int thread[max_threads];  // each thread is in it at most once
-  unsigned first = 0, size = 0;
-
-  int& at(unsigned k) { return thread[(first + k) % max_threads]; }
-  void push(int t) { at(size++) = t; }
-  int take(unsigned k) {
-    const int taken = at(k);
-    if (k == 0) {
-      first = (first + 1) % max_threads;
-    } else {
-      at(k) = at(size - 1);
-    }
-    --size;
-    return taken;
-  }
-};
-
-struct Machine {
-  Fiber fibers[max_threads];
-  Fiber host;
-  Warp warps[max_warps];
-  ReadyRing ready;
-  const std::function<void()>* body = nullptr;
-  char* arena = nullptr;
-  size_t arena_used = 0, static_used = 0;
-  char* dynamic = nullptr;
-  int threads = 0, current = -1, alive = 0, waiting = 0;
-  Where barrier_where{"", 0};
-  unsigned barriers = 0;
-  uint64_t block = 0, launches = 0, random = 0;
-  Order order = Order::forward;
-  bool failed_before = false;
-  std::string error;
-  const void* host_stack = nullptr;
-  size_t host_stack_bytes = 0;
-  void* tsan_fibers[fiber_sets][max_threads] = {};
-  char started = 0;   // an address: the launch comes before every thread's start
-  char finished = 0;  // an address: every thread's end comes before the launch's end
-};
-
 Machine& machine() {
   static Machine* m = new Machine;  // kept for ever: its stacks may still be known to a sanitizer
   return *m;
 }
 
-bool same(Where a, Where b) {
-  return a.line == b.line && !std::strcmp(a.file, b.file);
-}
-
-std::string text(Where where) {
-  const char* name = std::strrchr(where.file, '/');
-  return std::string(name ? name + 1 : where.file) + ":" + std::to_string(where.line);
-}
+namespace {
 
 void switch_to(Fiber& from, Fiber& to, bool for_good = false) {
   Machine& m = machine();
@@ -182,7 +78,21 @@ std::string waiting_threads() {
   return list;
 }
 
-// Abandons the block: its fibers never run again, and launch() throws.
+int take_ready() {
+  Machine& m = machine();
+  unsigned k = 0;
+  if (m.order == Order::reverse) k = m.ready.size - 1;
+  if (m.order == Order::random) {
+    m.random ^= m.random << 13;
+    m.random ^= m.random >> 7;
+    m.random ^= m.random << 17;
+    k = static_cast<unsigned>(m.random % m.ready.size);
+  }
+  return m.ready.take(k);
+}
+
+}  // namespace
+
 [[noreturn]] void fail(const std::string& what) {
   Machine& m = machine();
   char place[120];
@@ -202,21 +112,7 @@ void make_ready(int thread) {
   m.ready.push(thread);
 }
 
-int take_ready() {
-  Machine& m = machine();
-  unsigned k = 0;
-  if (m.order == Order::reverse) k = m.ready.size - 1;
-  if (m.order == Order::random) {
-    m.random ^= m.random << 13;
-    m.random ^= m.random >> 7;
-    m.random ^= m.random << 17;
-    k = static_cast<unsigned>(m.random % m.ready.size);
-  }
-  return m.ready.take(k);
-}
-
-// Leaves the running fiber for another one, or for the host when all are done.
-void run_next(bool for_good = false) {
+void run_next(bool for_good) {
   Machine& m = machine();
   Fiber& from = m.fibers[m.current];
   if (m.ready.size == 0) {
@@ -230,6 +126,8 @@ void run_next(bool for_good = false) {
   m.current = next;
   switch_to(from, m.fibers[next], for_good);
 }
+
+namespace {
 
 void run_body() {
   Machine& m = machine();
@@ -311,28 +209,6 @@ void read_order() {
   }
 }
 
-// All bits set: NaN. Through a volatile pointer, because a sanitizer watches memset and takes this
-// for a write by the kernel.
-void poison(char* memory, size_t bytes) {
-  for (size_t i = 0; i < bytes; ++i)
-    static_cast<volatile char*>(memory)[i] = static_cast<char>(0xFF);
-}
-
-// Shared memory comes from the heap, each array on its own, so that the address sanitizer sees its
-// ends; for the thread sanitizer it comes from the arena, whose history can be erased.
-char* new_shared(size_t bytes) {
-  Machine& m = machine();
-  if (!tsan) {
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 128, bytes)) fail("out of memory");
-    return static_cast<char*>(memory);
-  }
-  char* memory = m.arena + m.arena_used;
-  m.arena_used += (bytes + 127) / 128 * 128;
-  if (m.arena_used > arena_bytes) fail("out of shared memory");
-  return memory;
-}
-
 void start_block(size_t dynamic_bytes) {
   Machine& m = machine();
   ++m.block;
@@ -379,7 +255,8 @@ void check_shape(Index3 grid, Index3 block, size_t dynamic_bytes) {
 
 }  // namespace
 
-void launch(Index3 grid, Index3 block, size_t dynamic_bytes, const std::function<void()>& body) {
+void launch(Index3 grid, Index3 block, size_t dynamic_bytes, void* stream,
+            const std::function<void()>& body) {
   static std::mutex one_at_a_time;
   Machine& m = machine();
   check_shape(grid, block, dynamic_bytes);
@@ -411,6 +288,7 @@ void launch(Index3 grid, Index3 block, size_t dynamic_bytes, const std::function
   acquire(&m.finished);  // once, here: blocks stay unordered among themselves
   std::free(dynamic);
   m.dynamic = nullptr;
+  m.launched[m.launches % remembered_launches] = {m.device, stream};
   ++m.launches;
   if (m.error.empty()) return;
   for (auto& set : m.tsan_fibers)  // abandoned in the middle of a call
@@ -425,105 +303,18 @@ uint64_t launches() {
   return machine().launches;
 }
 
-int lane() {
-  return machine().current % 32;
+Launched launched(uint64_t k) {
+  return machine().launched[k % remembered_launches];
 }
 
-void* dynamic_shared() {
-  return machine().dynamic;
+int get_device() {
+  return machine().device;
 }
 
-char* shared(SharedSlot& slot) {
-  Machine& m = machine();
-  if (slot.block == m.block) return slot.storage;
-  if (tsan || !slot.storage) slot.storage = new_shared(slot.bytes);
-  slot.block = m.block;
-  poison(slot.storage, slot.bytes);  // reading before writing shows
-  m.static_used += slot.bytes;
-  if (m.static_used > max_static_shared) fail("more than 48 KiB of static shared memory");
-  return slot.storage;
-}
-
-int block_barrier(bool predicate, Where where) {
-  Machine& m = machine();
-  Fiber& f = m.fibers[m.current];
-  // A thread may reach the next barrier before another has left this one: one address for each.
-  char* sync = m.arena + m.barriers % generations;
-  release(sync);
-  if (m.waiting == 0)
-    m.barrier_where = where;
-  else if (!same(where, m.barrier_where))
-    fail("threads of one block are at different barriers, one at " + text(where));
-  if (m.alive != m.threads) fail("a barrier at " + text(where) + " after a thread has exited");
-  f.state = State::at_barrier;
-  f.where = where;
-  f.value = predicate;
-  if (++m.waiting == m.threads) {
-    uint64_t count = 0;
-    for (int i = 0; i < m.threads; ++i) count += m.fibers[i].value;
-    m.waiting = 0;
-    ++m.barriers;
-    for (int i = 0; i < m.threads; ++i) {
-      m.fibers[i].result = count;
-      make_ready(i);
-    }
-  }
-  run_next();
-  acquire(sync);
-  return static_cast<int>(f.result);
-}
-
-uint64_t warp_collective(Collective kind, uint32_t mask, uint64_t value, int source, Where where) {
-  Machine& m = machine();
-  const int first = m.current / 32 * 32;
-  Fiber* lanes = m.fibers + first;
-  Warp& warp = m.warps[first / 32];
-  Fiber& f = m.fibers[m.current];
-  const uint32_t bit = 1u << (m.current % 32);
-  if (!(mask & bit)) fail("the calling lane is not in its own mask at " + text(where));
-  if (mask & ~warp.alive) fail("the mask at " + text(where) + " names a lane that has exited");
-  Meeting* meeting = nullptr;
-  for (int i = 0; i < warp.open; ++i) {
-    if (warp.meetings[i].mask == mask)
-      meeting = &warp.meetings[i];
-    else if (warp.meetings[i].mask & mask)
-      fail("lanes disagree about the mask at " + text(where));
-  }
-  if (!meeting) {
-    meeting = &warp.meetings[warp.open++];
-    *meeting = {mask, 0, kind, where};
-  } else if (meeting->kind != kind || !same(meeting->where, where)) {
-    fail("lanes of one mask are at different operations, one at " + text(where));
-  }
-  f.state = State::in_warp;
-  f.where = where;
-  f.mask = mask;
-  f.value = value;
-  f.source = source;
-  Fiber& leader = lanes[__builtin_ctz(mask)];
-  char* sync =
-      m.arena + generations * (1 + first + __builtin_ctz(mask)) + leader.meetings % generations;
-  release(sync);
-  meeting->arrived |= bit;
-  if (meeting->arrived == mask) {
-    uint64_t ballot = 0;
-    for (int l = 0; l < 32; ++l)
-      if (mask >> l & 1 && lanes[l].value) ballot |= 1ull << l;
-    for (int l = 0; l < 32; ++l) {
-      if (!(mask >> l & 1)) continue;
-      const int from = lanes[l].source;
-      if (kind == Collective::ballot) lanes[l].result = ballot;
-      if (kind == Collective::shuffle)
-        lanes[l].result = mask >> from & 1 ? lanes[from].value : ~0ull;
-    }
-    ++leader.meetings;
-    *meeting = warp.meetings[--warp.open];
-    for (int l = 0; l < 32; ++l)
-      if (mask >> l & 1) make_ready(first + l);
-  }
-  run_next();
-  acquire(sync);
-  return f.result;
+bool set_device(int device) {
+  if (device < 0 || device >= devices) return false;
+  machine().device = device;
+  return true;
 }
 
 }  // namespace emu

@@ -6,7 +6,7 @@
 // thread sanitizer, out-of-bounds accesses and data races, also those between blocks, are reported
 // as well.
 //
-// This file and machine.cpp know nothing of CUDA's names; device.h gives those.
+// These files know nothing of CUDA's names; device.h gives those.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -33,11 +33,26 @@ struct SharedSlot {
 };
 
 // Runs the body once for every thread of every block. Throws std::runtime_error with the place of
-// the first mistake that the machine itself notices.
-void launch(Index3 grid, Index3 block, size_t dynamic_shared, const std::function<void()>& body);
+// the first mistake that the machine itself notices. The stream is only noted.
+void launch(Index3 grid, Index3 block, size_t dynamic_shared, void* stream,
+            const std::function<void()>& body);
 
 // How many launches ran so far.
 uint64_t launches();
+
+// Where a launch ran: which device was current, and on which stream.
+struct Launched {
+  int device;
+  void* stream;
+};
+constexpr uint64_t remembered_launches = 1024;
+// Of launch k, one of the last `remembered_launches`.
+Launched launched(uint64_t k);
+
+// The current device, of `devices` that all are this host; false for one that does not exist.
+constexpr int devices = 4;
+int get_device();
+bool set_device(int device);
 
 void* dynamic_shared();
 char* shared(SharedSlot& slot);
