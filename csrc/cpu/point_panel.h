@@ -130,42 +130,73 @@ enum class Kernel { laplace = 0, gaussian = 1, power = 2 };
 
 constexpr double log2_of_e = 1.4426950408889634;
 
+// Values come in groups of G vectors, and one operation is done for all of them before the next: a
+// single vector would wait for its own results.
+#define NORMALIGN_EACH NORMALIGN_UNROLL for (int i = 0; i < G; ++i)
+
 // K = 2^-t with t = sqrt(s), W = K / t, and W = 0 at s = 0.
 #if defined(__AVX512F__)
 // Division and square root are slow in 512 bits: Newton steps on the reciprocal root instead.
-// Squares are clamped (above 1e30 the kernel is 0 anyway), so that no product overflows; max and
-// min return their second argument where it is NaN.
-NORMALIGN_INLINE void laplace_of(Simd<float>::V s, Simd<float>::V* k, Simd<float>::V* w) {
-  const __mmask16 apart = _mm512_cmp_ps_mask(s, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-  Simd<float>::V c = _mm512_maskz_max_ps(0xffff, _mm512_set1_ps(1e-30f), s);
-  c = _mm512_maskz_min_ps(0xffff, _mm512_set1_ps(1e30f), c);
-  Simd<float>::V y = _mm512_maskz_rsqrt14_ps(0xffff, c);
-  y = y * (1.5f - (0.5f * c * y) * y);
-  Simd<float>::V t = c * y;
-  t = _mm512_maskz_mov_ps(apart, t + 0.5f * y * (c - t * t));
-  const Simd<float>::V n = round_even(t), r = n - t;
-  *k = scale2(1 + r * polynomial<float>(r, ExpConstants<float>::exp2), -n);
-  *w = _mm512_maskz_mul_ps(apart, *k, y);
+// Squares are clamped (K is 0 well before), so that no product overflows; min returns its second
+// argument where that is NaN.
+
+// 2^(i / 16): t is rounded to sixteenths, and only what is left goes through a polynomial.
+alignas(64) constexpr float exp2_sixteenths[16] = {
+    1.f,        1.0442737f, 1.0905077f, 1.1387886f, 1.1892071f, 1.2418578f, 1.2968396f, 1.3542556f,
+    1.4142135f, 1.4768262f, 1.5422108f, 1.6104903f, 1.6817929f, 1.7562522f, 1.8340081f, 1.9152066f};
+
+template <int G>
+NORMALIGN_INLINE void laplace_of(const Simd<float>::V (&s)[G], Simd<float>::V (&k)[G],
+                                 Simd<float>::V (&w)[G]) {
+  using V = Simd<float>::V;
+  constexpr float round = 786432.f;  // 1.5 * 2^19: adding it leaves the nearest sixteenth
+  const V table = load(exp2_sixteenths);
+  V c[G], y[G], h[G], t[G], r[G], p[G], bits[G];
+  NORMALIGN_EACH c[i] = _mm512_maskz_min_ps(0xffff, _mm512_set1_ps(65536.f), s[i]);
+  NORMALIGN_EACH y[i] =
+      _mm512_maskz_rsqrt14_ps(_mm512_cmp_ps_mask(s[i], _mm512_setzero_ps(), _CMP_NEQ_UQ), c[i]);
+  NORMALIGN_EACH t[i] = c[i] * y[i];
+  NORMALIGN_EACH h[i] = 0.5f * y[i];
+  NORMALIGN_EACH r[i] = 0.5f - h[i] * t[i];
+  NORMALIGN_EACH t[i] = t[i] + t[i] * r[i];
+  NORMALIGN_EACH y[i] = y[i] + y[i] * r[i];
+  NORMALIGN_EACH bits[i] = round - t[i];  // their last four: the sixteenths of -t
+  NORMALIGN_EACH c[i] = bits[i] - round;
+  NORMALIGN_EACH r[i] = t[i] + c[i];
+  NORMALIGN_EACH bits[i] =
+      _mm512_maskz_permutexvar_ps(0xffff, reinterpret_cast<__m512i>(bits[i]), table);
+  NORMALIGN_EACH p[i] = r[i] * -0.055505086f + 0.24023356f;  // (2^-r - 1) / r, to 1e-8
+  NORMALIGN_EACH p[i] = r[i] * (r[i] * p[i] + -0.6931472f);
+  NORMALIGN_EACH p[i] = bits[i] * p[i] + bits[i];
+  NORMALIGN_EACH k[i] = scale2(p[i], c[i]);  // by the integer below
+  NORMALIGN_EACH w[i] = k[i] * y[i];
 }
-NORMALIGN_INLINE void laplace_of(Simd<double>::V s, Simd<double>::V* k, Simd<double>::V* w) {
-  const __mmask8 apart = _mm512_cmp_pd_mask(s, _mm512_setzero_pd(), _CMP_NEQ_UQ);
-  Simd<double>::V c = _mm512_maskz_max_pd(0xff, _mm512_set1_pd(1e-300), s);
-  c = _mm512_maskz_min_pd(0xff, _mm512_set1_pd(1e30), c);
-  Simd<double>::V y = _mm512_maskz_rsqrt14_pd(0xff, c);
-  y = y * (1.5 - (0.5 * c * y) * y);
-  y = y * (1.5 - (0.5 * c * y) * y);
-  Simd<double>::V t = c * y;
-  t = _mm512_maskz_mov_pd(apart, t + 0.5 * y * (c - t * t));
-  const Simd<double>::V n = round_even(t), r = n - t;
-  *k = scale2(1 + r * polynomial<double>(r, ExpConstants<double>::exp2), -n);
-  *w = _mm512_maskz_mul_pd(apart, *k, y);
+template <int G>
+NORMALIGN_INLINE void laplace_of(const Simd<double>::V (&s)[G], Simd<double>::V (&k)[G],
+                                 Simd<double>::V (&w)[G]) {
+  using V = Simd<double>::V;
+  V c[G], y[G], t[G], n[G], r[G];
+  NORMALIGN_EACH c[i] = _mm512_maskz_min_pd(0xff, _mm512_set1_pd(1e30), s[i]);
+  NORMALIGN_EACH y[i] =
+      _mm512_maskz_rsqrt14_pd(_mm512_cmp_pd_mask(s[i], _mm512_setzero_pd(), _CMP_NEQ_UQ), c[i]);
+  NORMALIGN_EACH y[i] = y[i] * (1.5 - (0.5 * c[i] * y[i]) * y[i]);
+  NORMALIGN_EACH y[i] = y[i] * (1.5 - (0.5 * c[i] * y[i]) * y[i]);
+  NORMALIGN_EACH t[i] = c[i] * y[i];
+  NORMALIGN_EACH t[i] = t[i] + 0.5 * y[i] * (c[i] - t[i] * t[i]);
+  NORMALIGN_EACH n[i] = round_even(t[i]);
+  NORMALIGN_EACH r[i] = n[i] - t[i];
+  NORMALIGN_EACH k[i] =
+      scale2(1 + r[i] * polynomial<double>(r[i], ExpConstants<double>::exp2), -n[i]);
+  NORMALIGN_EACH w[i] = k[i] * y[i];
 }
 #else
-template <class V>
-NORMALIGN_INLINE void laplace_of(V s, V* k, V* w) {
-  const V t = vsqrt(s);
-  *k = vexp2<decltype(+s[0])>(-t);
-  *w = s == 0 ? V{} : *k / t;
+template <class V, int G>
+NORMALIGN_INLINE void laplace_of(const V (&s)[G], V (&k)[G], V (&w)[G]) {
+  NORMALIGN_EACH {
+    const V t = vsqrt(s[i]);
+    k[i] = vexp2<decltype(+s[i][0])>(-t);
+    w[i] = s[i] == 0 ? V{} : k[i] / t;
+  }
 }
 #endif
 
@@ -178,14 +209,16 @@ NORMALIGN_INLINE void power_of(V s, T exponent, V* k, V* w) {
   *w = s == 0 ? V{} : *k * (p / s);
 }
 
-template <class T, Kernel kernel, class V = typename Simd<T>::V>
-NORMALIGN_INLINE void pair_values(V s, T exponent, V* k, V* w) {
-  if (kernel == Kernel::laplace) laplace_of(s, k, w);
-  if (kernel == Kernel::gaussian) {
-    *k = vexp2<T>(-s);
-    *w = s == 0 ? V{} : *k;
+template <class T, Kernel kernel, int G, class V = typename Simd<T>::V>
+NORMALIGN_INLINE void pair_values(const V (&s)[G], T exponent, V (&k)[G], V (&w)[G]) {
+  if constexpr (kernel == Kernel::laplace) laplace_of(s, k, w);
+  NORMALIGN_EACH {
+    if (kernel == Kernel::gaussian) {
+      k[i] = vexp2<T>(-s[i]);
+      w[i] = s[i] == 0 ? V{} : k[i];
+    }
+    if (kernel == Kernel::power) power_of<T>(s[i], exponent, &k[i], &w[i]);
   }
-  if (kernel == Kernel::power) power_of<T>(s, exponent, k, w);
 }
 
 // Squared distances as sums of squared differences: exactly 0 for equal points, and no digits are
@@ -216,50 +249,79 @@ __attribute__((noinline)) void pair_block(int64_t width, const T* lanes, const T
     columns += P;
   }
   NORMALIGN_UNROLL
-  for (int i = 0; i < M; ++i) NORMALIGN_UNROLL
-  for (int v = 0; v < N; ++v) {
-    V k, w;
-    pair_values<T, kernel>(sum[i][v], exponent, &k, &w);
-    if (want_k) store(k_out + i * P + v * W, k);
-    if (want_w) store(w_out + i * P + v * W, w);
+  for (int i = 0; i < M; ++i) {
+    V k[N], w[N];
+    pair_values<T, kernel>(sum[i], exponent, k, w);
+    NORMALIGN_UNROLL
+    for (int v = 0; v < N; ++v) {
+      if (want_k) store(k_out + i * P + v * W, k[v]);
+      if (want_w) store(w_out + i * P + v * W, w[v]);
+    }
   }
+}
+
+template <class T, int N, Kernel kernel, bool want_k, bool want_w>
+void pair_columns(int64_t width, const T* lanes, const T* columns, int64_t count, T exponent, T* k,
+                  T* w) {
+  constexpr int M = Tiling<T>::M;
+  for (int64_t j = 0; j < count; j += M)  // P is a multiple of M, and panels are whole
+    pair_block<T, M, N, kernel, want_k, want_w>(width, lanes, columns + j, exponent,
+                                                want_k ? k + j * P : nullptr,
+                                                want_w ? w + j * P : nullptr);
 }
 
 template <class T, Kernel kernel, bool want_k, bool want_w>
 void pair_tile_of(int64_t width, const T* lanes, const T* columns, int64_t count, T exponent, T* k,
-                  T* w) {
+                  T* w, int64_t lane_count) {
+  constexpr int W = Simd<T>::width;
 #if defined(__AVX512F__)
-  constexpr int M = 8, N = 3;
+  constexpr int N = 3;
 #else
-  constexpr int M = 4, N = 2;  // one register less than the product needs is free here
+  constexpr int N = 2;  // one register less than the product needs is free here
 #endif
-  for (int64_t l = 0; l < P; l += N * Simd<T>::width) {
-    for (int64_t j = 0; j < count; j += M)  // P is a multiple of M, and panels are whole
-      pair_block<T, M, N, kernel, want_k, want_w>(width, lanes + l, columns + j, exponent,
-                                                  want_k ? k + j * P + l : nullptr,
-                                                  want_w ? w + j * P + l : nullptr);
+  for (int64_t l = 0; l < lane_count;) {
+    const int64_t left = (lane_count - l + W - 1) / W;
+    T *kl = want_k ? k + l : nullptr, *wl = want_w ? w + l : nullptr;
+    if (left >= N && (N < 3 || left != 4)) {
+      pair_columns<T, N, kernel, want_k, want_w>(width, lanes + l, columns, count, exponent, kl,
+                                                 wl);
+      l += N * W;
+    } else if (left >= 2) {
+      pair_columns<T, 2, kernel, want_k, want_w>(width, lanes + l, columns, count, exponent, kl,
+                                                 wl);
+      l += 2 * W;
+    } else {
+      pair_columns<T, 1, kernel, want_k, want_w>(width, lanes + l, columns, count, exponent, kl,
+                                                 wl);
+      l += W;
+    }
   }
 }
 
-// K and W of one panel against the first `count` points of another, rounded up to
-// whole register blocks; null where not wanted.
+// K and W of the first `lane_count` points of one panel, rounded up to whole vectors, against the
+// first `count` points of another, rounded up to whole register blocks; null where not wanted.
 template <class T>
 void pair_tile(Kernel kernel, int64_t width, const T* lanes, const T* columns, int64_t count,
-               T exponent, T* k, T* w) {
-#define NORMALIGN_PAIR_TILE(kind)                                                               \
-  if (kernel == Kernel::kind) {                                                                 \
-    if (k && w)                                                                                 \
-      pair_tile_of<T, Kernel::kind, true, true>(width, lanes, columns, count, exponent, k, w);  \
-    else if (k)                                                                                 \
-      pair_tile_of<T, Kernel::kind, true, false>(width, lanes, columns, count, exponent, k, w); \
-    else                                                                                        \
-      pair_tile_of<T, Kernel::kind, false, true>(width, lanes, columns, count, exponent, k, w); \
+               T exponent, T* k, T* w, int64_t lane_count = P) {
+#define NORMALIGN_PAIR_TILE(kind)                                                              \
+  if (kernel == Kernel::kind) {                                                                \
+    if (k && w)                                                                                \
+      pair_tile_of<T, Kernel::kind, true, true>(width, lanes, columns, count, exponent, k, w,  \
+                                                lane_count);                                   \
+    else if (k)                                                                                \
+      pair_tile_of<T, Kernel::kind, true, false>(width, lanes, columns, count, exponent, k, w, \
+                                                 lane_count);                                  \
+    else                                                                                       \
+      pair_tile_of<T, Kernel::kind, false, true>(width, lanes, columns, count, exponent, k, w, \
+                                                 lane_count);                                  \
   }
   NORMALIGN_PAIR_TILE(laplace)
   NORMALIGN_PAIR_TILE(gaussian)
   NORMALIGN_PAIR_TILE(power)
 #undef NORMALIGN_PAIR_TILE
 }
+
+#undef NORMALIGN_EACH
 
 }  // namespace
 }  // namespace normalign

@@ -10,12 +10,12 @@ namespace {
 
 // xc (d, P) -> u (r, P). Sums of 64 terms at a time keep long ones accurate.
 template <class T>
-void project_lanes(int64_t d, int64_t r, const T* xc, const T* factor, T* u) {
+void project_lanes(int64_t d, int64_t r, int64_t lanes, const T* xc, const T* factor, T* u) {
   constexpr int64_t depth = 64;
   for (int64_t e = 0; e < r * P; ++e) u[e] = T(0);
   for (int64_t from = 0; from < d; from += depth)
-    multiply<T, Store::add>(r, P, least(depth, d - from), factor + from * r, 1, r, xc + from * P, P,
-                            u, P);
+    multiply<T, Store::add>(r, lanes, least(depth, d - from), factor + from * r, 1, r,
+                            xc + from * P, P, u, P);
 }
 
 template <class T>
@@ -30,32 +30,68 @@ void project(int64_t m, int64_t d, int64_t r, const T* x, int64_t ldx, const T* 
       for (int64_t l = 0; l < rows; ++l) xc[t * P + l] = x[(i * P + l) * ldx + t] - mean[t];
       for (int64_t l = rows; l < P; ++l) xc[t * P + l] = T(0);
     }
-    project_lanes(d, r, xc, factor, lanes);
+    project_lanes(d, r, rows, xc, factor, lanes);
     for (int64_t l = 0; l < rows; ++l)
       for (int64_t t = 0; t < r; ++t) u[(i * P + l) * r + t] = lanes[t * P + l];
   }
 }
 
-// Adds one tile to g (r, P): sum_j W_j (sum_k v_k a_jk) z_j, and the sum of its weights to `total`.
-// w becomes scratch.
-template <class T>
-void add_gradient(const AttackedMachine<T>& machine, int64_t j, int64_t columns, const T* v,
-                  const T* w, T* g, T* total) {
+// Of M rows and N vectors of a tile: w_jl becomes w_jl sum_k coef_jk v_kl, which total_l counts.
+template <class T, int M, int N>
+NORMALIGN_INLINE void weigh_block(int64_t c, const T* coef, const T* v, T* w, T* total) {
+  using V = typename Simd<T>::V;
   constexpr int W = Simd<T>::width;
-  alignas(64) T s[P * P];
-  multiply<T, Store::set>(columns, P, machine.c, machine.coef + j * P * machine.c, machine.c, 1, v,
-                          P, s, P);
-  for (int l = 0; l < P; l += W) {
-    auto sum = load(total + l);
-    for (int64_t a = 0; a < columns; ++a) {
-      const auto product = load(s + a * P + l) * load(w + a * P + l);
-      sum += product;
-      store(s + a * P + l, product);
+  V sum[M][N];
+  NORMALIGN_UNROLL
+  for (int i = 0; i < M; ++i) NORMALIGN_UNROLL
+  for (int n = 0; n < N; ++n) sum[i][n] = V{};
+  for (int64_t k = 0; k < c; ++k) {
+    NORMALIGN_UNROLL
+    for (int i = 0; i < M; ++i) {
+      const V a = splat(coef[i * c + k]);
+      NORMALIGN_UNROLL
+      for (int n = 0; n < N; ++n) sum[i][n] += a * load(v + k * P + n * W);
     }
-    store(total + l, sum);
   }
-  multiply<T, Store::add>(machine.r, P, columns, machine.z + j * P * machine.r, 1, machine.r, s, P,
-                          g, P);
+  NORMALIGN_UNROLL
+  for (int n = 0; n < N; ++n) {
+    V all = load(total + n * W);
+    NORMALIGN_UNROLL
+    for (int i = 0; i < M; ++i) {
+      T* at = w + i * P + n * W;
+      sum[i][n] *= load(at);
+      store(at, sum[i][n]);
+      all += sum[i][n];
+    }
+    store(total + n * W, all);
+  }
+}
+
+template <class T, int N>
+void weigh_columns(int64_t columns, int64_t c, const T* coef, const T* v, T* w, T* total) {
+  constexpr int M = Tiling<T>::M;
+  int64_t j = 0;
+  for (; j + M <= columns; j += M) weigh_block<T, M, N>(c, coef + j * c, v, w + j * P, total);
+  for (; j < columns; ++j) weigh_block<T, 1, N>(c, coef + j * c, v, w + j * P, total);
+}
+
+// Adds one tile to g (r, P): sum_j W_j (sum_k v_k a_jk) z_j, and the sum of its weights to `total`,
+// for the first `lanes` points, rounded up to whole vectors. w becomes scratch.
+template <class T>
+void add_gradient(const AttackedMachine<T>& machine, int64_t j, int64_t lanes, const T* v, T* w,
+                  T* g, T* total) {
+  constexpr int W = Simd<T>::width;
+  const int64_t columns = least(P, machine.n - j * P), c = machine.c;
+  const T* coef = machine.coef + j * P * c;
+  for (int64_t l = 0; l < lanes;) {
+    const int64_t left = (lanes - l + W - 1) / W;
+    if (left >= 3) weigh_columns<T, 3>(columns, c, coef, v + l, w + l, total + l);
+    if (left == 2) weigh_columns<T, 2>(columns, c, coef, v + l, w + l, total + l);
+    if (left == 1) weigh_columns<T, 1>(columns, c, coef, v + l, w + l, total + l);
+    l += least(left, 3) * W;
+  }
+  multiply<T, Store::add>(machine.r, lanes, columns, machine.z + j * P * machine.r, 1, machine.r, w,
+                          P, g, P);
 }
 
 template <class T>
@@ -73,10 +109,10 @@ void gradient(const AttackedMachine<T>& machine, int64_t m, const T* u, const T*
         v[k * P + l] = l < rows ? cotangent[(i * P + l) * c + k] : T(0);
     for (int64_t e = 0; e < (r + 1) * P; ++e) g[e] = T(0);
     for (int64_t j = 0; j < panels_of(machine.n); ++j) {
-      const int64_t columns = least(P, machine.n - j * P);
       pair_tile<T>(static_cast<Kernel>(machine.kernel), r, u_panels + i * r * P,
-                   machine.z_panels + j * r * P, columns, machine.exponent, nullptr, w);
-      add_gradient(machine, j, columns, v, w, g, total);
+                   machine.z_panels + j * r * P, least(P, machine.n - j * P), machine.exponent,
+                   nullptr, w, rows);
+      add_gradient(machine, j, rows, v, w, g, total);
     }
     for (int64_t l = 0; l < rows; ++l)
       for (int64_t t = 0; t < r; ++t)
@@ -143,52 +179,80 @@ void loss_of(Loss loss, int64_t c, const T* f, const T* target, T* v, T* value) 
   }
 }
 
-// One step from `current` along g, back into the ball around x and the bounds.
+// Row t of the points into the bounds.
 template <class T>
-void step_to(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T* current) {
-  alignas(64) T factor[P], back[P];
-  if (s.l2) {
-    T size[P], norm[P];
-    for (int64_t l = 0; l < P; ++l) size[l] = norm[l] = back[l] = T(0);
-    for (int64_t t = 0; t < d; ++t)
-      for (int64_t l = 0; l < P; ++l) {
-        const T a = g[t * P + l] < 0 ? -g[t * P + l] : g[t * P + l];
-        size[l] = a > size[l] ? a : size[l];
-      }
-    for (int64_t l = 0; l < P; ++l) size[l] = size[l] > 0 ? T(1) / size[l] : T(0);
-    for (int64_t t = 0; t < d; ++t)
-      for (int64_t l = 0; l < P; ++l)
-        norm[l] += (g[t * P + l] * size[l]) * (g[t * P + l] * size[l]);
-    for (int64_t l = 0; l < P; ++l)
-      factor[l] = norm[l] > 0 ? s.step[0] * size[l] / T(__builtin_sqrt(norm[l])) : T(0);
-    for (int64_t t = 0; t < d; ++t)
-      for (int64_t l = 0; l < P; ++l) {
-        const T move = current[t * P + l] + factor[l] * g[t * P + l] - x[t * P + l];
-        back[l] += move * move;
-      }
-    for (int64_t l = 0; l < P; ++l) {
-      const T length = T(__builtin_sqrt(back[l]));
-      back[l] = length > s.eps[0] ? s.eps[0] / length : T(1);
-    }
-  }
+void bound(const AttackSettings<T>& s, int64_t t, T* current) {
+  if (s.lower)
+    for (int64_t l = 0; l < P; ++l) current[l] = current[l] < s.lower[t] ? s.lower[t] : current[l];
+  if (s.upper)
+    for (int64_t l = 0; l < P; ++l) current[l] = current[l] > s.upper[t] ? s.upper[t] : current[l];
+}
+
+// One step from `current` along the sign of g, back into the box around x and the bounds.
+template <class T>
+void step_linf(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T* current) {
   for (int64_t t = 0; t < d; ++t) {
-    const T eps = s.l2 ? T(0) : s.eps[t], step = s.l2 ? T(0) : s.step[t];
+    const T eps = s.eps[t], step = s.step[t];
     for (int64_t l = 0; l < P; ++l) {
       const int64_t e = t * P + l;
-      T move;
-      if (s.l2) {
-        move = (current[e] + factor[l] * g[e] - x[e]) * back[l];
-      } else {
-        const T sign = T(g[e] > 0) - T(g[e] < 0);
-        move = current[e] + step * sign - x[e];
-        move = move < -eps ? -eps : move > eps ? eps : move;
-      }
-      T to = x[e] + move;
-      if (s.lower) to = to < s.lower[t] ? s.lower[t] : to;
-      if (s.upper) to = to > s.upper[t] ? s.upper[t] : to;
-      current[e] = to;
+      const T along = g[e] > 0 ? step : g[e] < 0 ? -step : T(0);
+      const T move = current[e] + along - x[e];
+      current[e] = x[e] + (move < -eps ? -eps : move > eps ? eps : move);
     }
+    bound(s, t, current + t * P);
   }
+}
+
+// One step from `current` along g, back into the ball around x and the bounds.
+template <class T>
+void step_l2(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T* current) {
+  alignas(64) T factor[P], back[P], size[P], norm[P];
+  for (int64_t l = 0; l < P; ++l) size[l] = norm[l] = back[l] = T(0);
+  for (int64_t t = 0; t < d; ++t)
+    for (int64_t l = 0; l < P; ++l) {
+      const T a = g[t * P + l] < 0 ? -g[t * P + l] : g[t * P + l];
+      size[l] = a > size[l] ? a : size[l];
+    }
+  for (int64_t l = 0; l < P; ++l) size[l] = size[l] > 0 ? T(1) / size[l] : T(0);
+  for (int64_t t = 0; t < d; ++t)
+    for (int64_t l = 0; l < P; ++l) {
+      const T scaled = g[t * P + l] * size[l];  // squares of small gradients would vanish
+      norm[l] += scaled * scaled;
+    }
+  for (int64_t l = 0; l < P; ++l)
+    factor[l] = norm[l] > 0 ? s.step[0] * size[l] / T(__builtin_sqrt(norm[l])) : T(0);
+  for (int64_t t = 0; t < d; ++t)
+    for (int64_t l = 0; l < P; ++l) {
+      const T move = current[t * P + l] + factor[l] * g[t * P + l] - x[t * P + l];
+      back[l] += move * move;
+    }
+  for (int64_t l = 0; l < P; ++l) {
+    const T length = T(__builtin_sqrt(back[l]));
+    back[l] = length > s.eps[0] ? s.eps[0] / length : T(1);
+  }
+  for (int64_t t = 0; t < d; ++t) {
+    for (int64_t l = 0; l < P; ++l) {
+      const int64_t e = t * P + l;
+      current[e] = x[e] + (current[e] + factor[l] * g[e] - x[e]) * back[l];
+    }
+    bound(s, t, current + t * P);
+  }
+}
+
+// Keeps the points of those lanes where `reached` is better than any before.
+template <class T>
+void keep_best(Select select, int64_t d, const T* reached, const T* current, T* value, T* best) {
+  T better[P];
+  bool any = false;
+  for (int64_t l = 0; l < P; ++l) {
+    better[l] = T(reached[l] > value[l] || select == Select::last);
+    any = any || better[l] > 0;
+  }
+  for (int64_t l = 0; l < P; ++l) value[l] = better[l] > 0 ? reached[l] : value[l];
+  if (!any) return;
+  for (int64_t t = 0; t < d; ++t)
+    for (int64_t l = 0; l < P; ++l)
+      best[t * P + l] = better[l] > 0 ? current[t * P + l] : best[t * P + l];
 }
 
 template <class T>
@@ -200,8 +264,9 @@ void attack_block(const AttackedMachine<T>& machine, const AttackSettings<T>& se
   T *x = weights + panels_of(n) * P * P, *current = x + d * P, *best = current + d * P;
   T *centred = best + d * P, *g_x = centred + d * P, *u = g_x + d * P, *scaled = u + r * P;
   T *g = scaled + r * P, *f = g + r * P, *target = f + c * P, *v = target + c * P;
-  alignas(64) T tile[P * P], total[P], value[P], reached[P];
-  int64_t zero[P], label[P];
+  alignas(64) T tile[P * P], total[P], value[P], reached[P], moved[P];
+  int64_t label[P], zero[P];
+  const auto kernel = static_cast<Kernel>(machine.kernel);
   for (int64_t t = 0; t < d; ++t)
     for (int64_t l = 0; l < P; ++l) {
       x[t * P + l] = l < rows ? x_rows[l * d + t] : machine.mean[t];
@@ -209,6 +274,8 @@ void attack_block(const AttackedMachine<T>& machine, const AttackSettings<T>& se
     }
   for (int64_t k = 0; k < c; ++k)
     for (int64_t l = 0; l < P; ++l) target[k * P + l] = l < rows ? targets[l * c + k] : T(0);
+  for (int64_t e = 0; e < r * P; ++e) g[e] = scaled[e] = T(0);  // lanes that no product writes
+  for (int64_t e = 0; e < d * P; ++e) g_x[e] = T(0);
   for (int64_t l = 0; l < P; ++l) {
     value[l] = -T(__builtin_inf());
     zero[l] = 0;
@@ -218,37 +285,35 @@ void attack_block(const AttackedMachine<T>& machine, const AttackSettings<T>& se
     const bool last = iteration == settings.iterations;
     for (int64_t t = 0; t < d; ++t)
       for (int64_t l = 0; l < P; ++l) centred[t * P + l] = current[t * P + l] - machine.mean[t];
-    project_lanes(d, r, centred, machine.factor, u);
+    project_lanes(d, r, rows, centred, machine.factor, u);
     for (int64_t e = 0; e < r * P; ++e) scaled[e] = u[e] * machine.scale;
     for (int64_t e = 0; e < c * P; ++e) f[e] = T(0);
     for (int64_t j = 0; j < panels_of(n); ++j) {
       const int64_t columns = least(P, n - j * P);
-      pair_tile<T>(static_cast<Kernel>(machine.kernel), r, scaled, machine.z_panels + j * r * P,
-                   columns, machine.exponent, tile, last ? nullptr : weights + j * P * P);
-      multiply<T, Store::add>(c, P, columns, machine.coef + j * P * c, 1, c, tile, P, f, P);
+      pair_tile<T>(kernel, r, scaled, machine.z_panels + j * r * P, columns, machine.exponent, tile,
+                   last ? nullptr : weights + j * P * P, rows);
+      multiply<T, Store::add>(c, rows, columns, machine.coef + j * P * c, 1, c, tile, P, f, P);
     }
     loss_of(settings.loss, c, f, target, v, reached);
     for (int64_t l = 0; settings.select == Select::margin && l < P; ++l)
       reached[l] = margin_of(c, f, l, label[l]);
-    for (int64_t l = 0; l < P; ++l) {
-      if (!(reached[l] > value[l] || settings.select == Select::last)) continue;
-      value[l] = reached[l];
-      for (int64_t t = 0; t < d; ++t) best[t * P + l] = current[t * P + l];
-    }
+    if (last || settings.select != Select::last)
+      keep_best(settings.select, d, reached, current, value, best);
     if (last) break;
     for (int64_t e = 0; e < r * P; ++e) g[e] = T(0);
-    for (int64_t l = 0; l < P; ++l) total[l] = T(0);
+    for (int64_t l = 0; l < P; ++l) total[l] = moved[l] = T(0);
     for (int64_t j = 0; j < panels_of(n); ++j)
-      add_gradient(machine, j, least(P, n - j * P), v, weights + j * P * P, g, total);
+      add_gradient(machine, j, rows, v, weights + j * P * P, g, total);
     for (int64_t t = 0; t < r; ++t)
       for (int64_t l = 0; l < P; ++l) g[t * P + l] -= total[l] * u[t * P + l];
-    multiply<T, Store::set>(d, P, r, machine.factor, r, 1, g, P, g_x, P);
-    for (int64_t l = 0; l < P; ++l) {
-      bool any = false;
-      for (int64_t t = 0; t < d; ++t) any = any || g_x[t * P + l] != 0;
-      zero[l] += !any;
-    }
-    step_to(settings, d, x, g_x, current);
+    multiply<T, Store::set>(d, rows, r, machine.factor, r, 1, g, P, g_x, P);
+    for (int64_t t = 0; t < d; ++t)
+      for (int64_t l = 0; l < P; ++l) moved[l] = g_x[t * P + l] != 0 ? T(1) : moved[l];
+    for (int64_t l = 0; l < P; ++l) zero[l] += moved[l] == 0;
+    if (settings.l2)
+      step_l2(settings, d, x, g_x, current);
+    else
+      step_linf(settings, d, x, g_x, current);
   }
   for (int64_t l = 0; l < rows; ++l) {
     for (int64_t t = 0; t < d; ++t) current_rows[l * d + t] = best[t * P + l];
@@ -261,13 +326,17 @@ template <class T>
 void attack(const AttackedMachine<T>& machine, const AttackSettings<T>& settings, int64_t m,
             const T* x, const T* targets, T* current, T* value, int64_t* zero_gradients,
             T* workspace, int threads) {
+  constexpr int W = Simd<T>::width;
   const int64_t size = attack_workspace(machine.n, machine.c, machine.d, machine.r);
-  const int64_t d = machine.d;
+  const int64_t d = machine.d, blocks = panels_of(m), vectors = (m + W - 1) / W;
+  // Whole vectors, spread evenly: a short last block would leave its register tiles half empty.
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < panels_of(m); ++i)
-    attack_block(machine, settings, least(P, m - i * P), x + i * P * d, targets + i * P * machine.c,
-                 current + i * P * d, value + i * P, zero_gradients + i * P,
+  for (int64_t i = 0; i < blocks; ++i) {
+    const int64_t from = vectors * i / blocks * W, to = least(m, vectors * (i + 1) / blocks * W);
+    attack_block(machine, settings, to - from, x + from * d, targets + from * machine.c,
+                 current + from * d, value + from, zero_gradients + from,
                  workspace + thread_index() * size);
+  }
 }
 
 }  // namespace
