@@ -28,37 +28,51 @@ void fill_values(int64_t n, int64_t c, int64_t width, const T* points, const T* 
   }
 }
 
+// at[t] = root * (s x[t] - u[t]); returns the largest size so far, lane by lane.
+template <class T, class V = typename Simd<T>::V>
+NORMALIGN_INLINE V fill_gradient(int64_t width, int64_t ldr, T root, T s, const T* x, const T* u,
+                                 T* at, V largest) {
+  constexpr int W = Simd<T>::width;
+  for (int64_t t = 0; t < ldr; t += W) {
+    const V h = root * (s * load_n(x + t, width - t) - load_n(u + t, width - t));
+    store(at + t, h);
+    largest = at_least(h < 0 ? -h : h, largest);
+  }
+  return largest;
+}
+
 // Adds the outer products of one panel's gradients to r: sums hold (s, sum_j W a z) per class, and
-// h = s x - sum_j W a z. h is scaled to 1 first, since squares of small gradients would vanish.
+// h = s x - sum_j W a z. h is scaled to 1 first where squares would leave the range of the type.
 template <class T>
 void add_outer_products(int64_t rows, int64_t c, int64_t width, const T* points, const T* weight,
                         const T* sums, T* block, double* r) {
+  constexpr int W = Simd<T>::width;
+  constexpr T least_safe = sizeof(T) == 4 ? T(1e-12) : T(1e-120);
+  constexpr T most_safe = sizeof(T) == 4 ? T(1e12) : T(1e120);
   const int64_t ldq = row_length(c * (width + 1)), ldr = row_length(width);
   T* h = block;
   T* product = block + P * c * ldr;
-  T largest = T(0);
+  typename Simd<T>::V sizes{};
   for (int64_t i = 0; i < rows; ++i) {
     const T root = !weight          ? T(1)
                    : sizeof(T) == 4 ? T(__builtin_sqrtf(weight[i]))
                                     : T(__builtin_sqrt(weight[i]));
     for (int64_t k = 0; k < c; ++k) {
       const T* u = sums + i * ldq + k * (width + 1);
-      T* at = h + (i * c + k) * ldr;
-      const T s = u[0];
-      for (int64_t t = 0; t < width; ++t) {
-        at[t] = root * (s * points[i * width + t] - u[1 + t]);
-        const T size = at[t] < 0 ? -at[t] : at[t];
-        largest = size > largest ? size : largest;
-      }
-      for (int64_t t = width; t < ldr; ++t) at[t] = T(0);
+      sizes = fill_gradient(width, ldr, root, u[0], points + i * width, u + 1,
+                            h + (i * c + k) * ldr, sizes);
     }
   }
-  if (!(largest > T(0))) return;
+  T largest = T(0);
+  for (int l = 0; l < W; ++l) largest = sizes[l] > largest ? sizes[l] : largest;
+  const bool safe = largest > least_safe && largest < most_safe;
   const T scale = T(1) / largest;
-  if (!(scale < (sizeof(T) == 4 ? T(1e38) : T(1e300)))) return;  // denormal
-  for (int64_t e = 0; e < rows * c * ldr; ++e) h[e] *= scale;
+  double back = 1;
+  if (!safe && scale > T(0) && scale < (sizeof(T) == 4 ? T(1e38) : T(1e300))) {
+    for (int64_t e = 0; e < rows * c * ldr; ++e) h[e] *= scale;
+    back = double(largest) * double(largest);
+  }
   multiply<T, Store::set>(width, width, rows * c, h, 1, ldr, h, ldr, product, ldr);
-  const double back = double(largest) * double(largest);
   for (int64_t a = 0; a < width; ++a)
     for (int64_t b = 0; b < width; ++b) r[a * width + b] += back * double(product[a * ldr + b]);
 }
