@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,6 +28,7 @@ def input_gradient(
 
     ``-sum_j W_ij (cotangent_i . coef_j) M (x_i - z_j)`` with ``W = -K'(D) / D``, in one pass over
     tiles of W. A point of ``z`` at distance 0 contributes 0: there the kernel has no gradient.
+    Differentiable in all five tensors; the backward is plain PyTorch, with arrays of m x n.
 
     Args:
         x: Where, shape ``(m, d)``.
@@ -73,7 +77,10 @@ def agop(
     * ``"tiles"``: symmetric tiles of the weights, used as they are made (x must be z);
     * ``"streamed"``: the same row by row, for any x;
     * ``"gram"``: through the matrix product of the weights, n^3 whatever c and d are (x must be z);
-    * ``"auto"``: the one with the fewest operations.
+    * ``"auto"``: the one that is predicted to be fastest.
+
+    Differentiable in all four tensors; the backward is plain PyTorch, with arrays of m x n and of
+    m x c x d.
 
     Args:
         x: Where the gradients are taken, shape ``(m, d)``; pass ``z`` itself for its own points.
@@ -151,12 +158,52 @@ def _fake_agop(x: Tensor, *others: object) -> Tensor:
     return x.new_empty(x.shape[1], x.shape[1])
 
 
+def _pull_back(
+    ctx: Any, f: Callable[..., Tensor], tensors: Sequence[Tensor | None], grad: Tensor
+) -> list[Tensor | None]:
+    """Gradients of ``f(*tensors)``, computed anew, in those tensors that want one."""
+    pairs = zip(tensors, ctx.needs_input_grad, strict=False)
+    wanted = [t for t, want in pairs if want and t is not None]
+    twice = torch.is_grad_enabled()
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(f(*tensors), wanted, grad, create_graph=twice))
+    return [next(found) if want else None for want in ctx.needs_input_grad[: len(tensors)]]
+
+
+def _setup_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.length, ctx.exponent = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def f(x: Tensor, z: Tensor, m: Tensor | None, coef: Tensor, cotangent: Tensor) -> Tensor:
+        half = None if m is None else (m + m.T) / 2  # what the forward uses
+        return reference.input_gradient(x, z, coef, cotangent, half, ctx.length, ctx.exponent)
+
+    return (*_pull_back(ctx, f, ctx.saved_tensors, grad), None, None)
+
+
+def _setup_agop(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.length, ctx.exponent, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward_agop(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def f(x: Tensor, z: Tensor | None, m: Tensor | None, coef: Tensor) -> Tensor:
+        half = None if m is None else (m + m.T) / 2
+        return reference.agop(x, x if z is None else z, coef, half, ctx.length, ctx.exponent)
+
+    return (*_pull_back(ctx, f, ctx.saved_tensors, grad), None, None, None)
+
+
 _gradient_op = _ops.register(
     "input_gradient",
     "(Tensor x, Tensor z, Tensor? feature_matrix, Tensor coef, Tensor cotangent, float length,"
     " float exponent) -> Tensor",
     _impl_gradient,
     lambda x, *others: torch.empty_like(x, memory_format=torch.contiguous_format),
+    _backward_gradient,
+    _setup_gradient,
 )
 _agop_op = _ops.register(
     "agop",
@@ -164,4 +211,6 @@ _agop_op = _ops.register(
     " str method) -> Tensor",
     _impl_agop,
     _fake_agop,
+    _backward_agop,
+    _setup_agop,
 )

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import normalign
+from normalign._rfam_kernels import agop_method
 from normalign.testing import LAYOUTS, hide_native, instruction_set, isa_names
 
 KERNELS = {"laplace": 1.0, "gaussian": 2.0, 1.4: 1.4}
@@ -69,6 +70,26 @@ def test_gram_matvec_and_gradient(isa, dtype, kernel, shape):
 
 
 @pytest.mark.parametrize("isa", isa_names())
+def test_laplace_values_over_the_whole_range(isa):
+    """From distances whose square is denormal to values that are, and beyond, to 0."""
+    steps = torch.cat([torch.logspace(-22, -1, 300), torch.linspace(0.1, 6.8, 1500)])
+    x, zero = steps[:, None].expand(-1, 256), torch.zeros(1, 256)
+    distance = 16 * steps.double()
+    k, w = torch.exp(-distance), torch.exp(-distance) / distance
+    with instruction_set(isa):
+        found = normalign.laplace_gram(x, zero, None, 1.0)[:, 0].double()
+        g = normalign.input_gradient(x, zero, None, 1.0, torch.ones(1, 1), torch.ones(len(x), 1))
+    # A distance changes K by its error. 256 equal squares add up, rounded the same way each time.
+    allowed = 24 * (1 + distance) * torch.finfo(torch.float32).eps
+    least = 3e-45  # two of the smallest numbers that there are
+    assert ((found - k).abs() <= allowed * k + least).all()
+    slope, exact = -g[:, 0].double(), w * steps.double()
+    error = (slope - exact).abs() - allowed * exact - least * (1 + steps)
+    assert (error[distance > 1e-15] <= 0).all()  # squares of smaller ones have few digits, or none
+    assert ((slope >= 0) & (slope <= 1.01 * distance.clamp(max=1) / distance / 16)).all()
+
+
+@pytest.mark.parametrize("isa", isa_names())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("method", ["auto", "tiles", "streamed", "gram"])
 @pytest.mark.parametrize(
@@ -95,6 +116,19 @@ def test_agop_with_two_threads_and_many_classes(method):
     delta, _, w = _exact_pairs(x, x, matrix, 3.0, "laplace")
     g = -np.einsum("ij,jc,ijd->icd", w, coef.numpy(), delta) @ matrix.numpy()
     _close(one, np.einsum("icd,ice->de", g, g) / 200, torch.float64, units=1024)
+
+
+def test_agop_form_follows_the_products_that_it_needs():
+    assert agop_method(1000, 1000, 3, 20, square=True) == "tiles"
+    assert agop_method(500, 500, 10, 500, square=True) == "gram"  # 5010 columns against n / 2
+    assert agop_method(100, 1000, 3, 20, square=False) == "streamed"
+
+
+def test_agop_keeps_nan():
+    x, _, matrix, coef = _inputs(60, 60, 4, 2, torch.float32)
+    x[:] = float("nan")
+    for method in ("tiles", "streamed", "gram"):
+        assert normalign.agop(x, x, matrix, 2.0, coef, method=method).isnan().all(), method
 
 
 def test_agop_of_tiny_gradients_does_not_vanish():
@@ -152,6 +186,30 @@ def test_gradients(kernel):
     assert torch.autograd.gradcheck(h, (*inputs, coef.requires_grad_()))
 
 
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_gradients_of_gradients(kernel, implementation, monkeypatch):
+    monkeypatch.setenv("NORMALIGN_IMPL", implementation)
+    x, z, matrix, coef = _inputs(3, 4, 2, 2, torch.float64)
+    cotangent = torch.randn(3, 2, dtype=torch.float64)
+    x, z, matrix, coef, cotangent = (t.requires_grad_() for t in (x, z, matrix, coef, cotangent))
+
+    def gradient(x, z, m, coef, cotangent):
+        return normalign.input_gradient(x, z, (m + m.T) / 2, 2.0, coef, cotangent, kernel=kernel)
+
+    assert torch.autograd.gradcheck(gradient, (x, z, matrix, coef, cotangent))
+    assert torch.autograd.gradgradcheck(gradient, (x, z, matrix, coef, cotangent))
+
+    def outer(x, z, m, coef):
+        return normalign.agop(x, z, (m + m.T) / 2, 2.0, coef, kernel=kernel)
+
+    assert torch.autograd.gradcheck(outer, (x, z, matrix, coef))
+    own = (
+        z[:, :1].detach().clone().requires_grad_()
+    )  # at the machine's own points: x and z are one tensor
+    assert torch.autograd.gradcheck(lambda x, a: outer(x, x, matrix, a), (z, own))
+
+
 def test_gradient_at_equal_points_is_zero():
     x = torch.randn(3, 2, requires_grad=True)
     normalign.laplace_gram(x, x.detach().clone(), None, 2.0).diagonal().sum().backward()
@@ -180,11 +238,11 @@ def test_opcheck_and_full_graph_compile(implementation, monkeypatch):
     ops = torch.ops.normalign
     torch.library.opcheck(ops.laplace_gram.default, (x, z, matrix, 2.0, 1.0))
     torch.library.opcheck(ops.laplace_matvec.default, (x, z, matrix, coef, 2.0, 1.0))
-    x = x.detach()
     torch.library.opcheck(ops.agop.default, (x, None, matrix, z[:4, :1], 2.0, 1.0, "auto"))
     torch.library.opcheck(
         ops.input_gradient.default, (x, z, matrix, coef, torch.ones(4, 2), 2.0, 1.0)
     )
+    x = x.detach()
     compiled = torch.compile(normalign.laplace_gram, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(
         compiled(x, z, matrix, 2.0), normalign.laplace_gram(x, z, matrix, 2.0)

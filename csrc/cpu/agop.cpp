@@ -28,6 +28,35 @@ void fill_values(int64_t n, int64_t c, int64_t width, const T* points, const T* 
   }
 }
 
+// Adds up x^T y over blocks of rows: in the type itself over some hundred rows, whose rounding is
+// small, then in double.
+template <class T>
+struct ProductSum {
+  static constexpr int64_t most_rows = 512;
+  int64_t width;
+  T* product;  // (width, ldr)
+  double* total;
+  int64_t rows = 0;
+
+  void add(int64_t count, const T* x, const T* y, double scale = 1) {
+    const int64_t ldr = row_length(width);
+    if (scale != 1) flush();
+    if (rows == 0)
+      multiply<T, Store::set>(width, width, count, x, 1, ldr, y, ldr, product, ldr);
+    else
+      multiply<T, Store::add>(width, width, count, x, 1, ldr, y, ldr, product, ldr);
+    rows += count;
+    if (rows >= most_rows || scale != 1) flush(scale);
+  }
+  void flush(double scale = 1) {
+    const int64_t ldr = row_length(width);
+    for (int64_t a = 0; rows > 0 && a < width; ++a)
+      for (int64_t b = 0; b < width; ++b)
+        total[a * width + b] += scale * double(product[a * ldr + b]);
+    rows = 0;
+  }
+};
+
 // at[t] = root * (s x[t] - u[t]); returns the largest size so far, lane by lane.
 template <class T, class V = typename Simd<T>::V>
 NORMALIGN_INLINE V fill_gradient(int64_t width, int64_t ldr, T root, T s, const T* x, const T* u,
@@ -41,17 +70,16 @@ NORMALIGN_INLINE V fill_gradient(int64_t width, int64_t ldr, T root, T s, const 
   return largest;
 }
 
-// Adds the outer products of one panel's gradients to r: sums hold (s, sum_j W a z) per class, and
-// h = s x - sum_j W a z. h is scaled to 1 first where squares would leave the range of the type.
+// Adds the outer products of one panel's gradients h to r: sums hold (s, sum_j W a z) per class,
+// and h = s x - sum_j W a z. h is scaled to 1 first where squares would leave the range of the
+// type.
 template <class T>
 void add_outer_products(int64_t rows, int64_t c, int64_t width, const T* points, const T* weight,
-                        const T* sums, T* block, double* r) {
+                        const T* sums, T* h, ProductSum<T>& r) {
   constexpr int W = Simd<T>::width;
   constexpr T least_safe = sizeof(T) == 4 ? T(1e-12) : T(1e-120);
   constexpr T most_safe = sizeof(T) == 4 ? T(1e12) : T(1e120);
   const int64_t ldq = row_length(c * (width + 1)), ldr = row_length(width);
-  T* h = block;
-  T* product = block + P * c * ldr;
   typename Simd<T>::V sizes{};
   for (int64_t i = 0; i < rows; ++i) {
     const T root = !weight          ? T(1)
@@ -67,14 +95,12 @@ void add_outer_products(int64_t rows, int64_t c, int64_t width, const T* points,
   for (int l = 0; l < W; ++l) largest = sizes[l] > largest ? sizes[l] : largest;
   const bool safe = largest > least_safe && largest < most_safe;
   const T scale = T(1) / largest;
-  double back = 1;
   if (!safe && scale > T(0) && scale < (sizeof(T) == 4 ? T(1e38) : T(1e300))) {
     for (int64_t e = 0; e < rows * c * ldr; ++e) h[e] *= scale;
-    back = double(largest) * double(largest);
+    r.add(rows * c, h, h, double(largest) * double(largest));
+  } else {
+    r.add(rows * c, h, h);
   }
-  multiply<T, Store::set>(width, width, rows * c, h, 1, ldr, h, ldr, product, ldr);
-  for (int64_t a = 0; a < width; ++a)
-    for (int64_t b = 0; b < width; ++b) r[a * width + b] += back * double(product[a * ldr + b]);
 }
 
 template <class T>
@@ -96,6 +122,8 @@ void tiles(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T*
     const int thread = thread_index();
     alignas(64) T w[P * P];
     T* own = sums + thread * size;
+    T* h = block + thread * block_size;
+    ProductSum<T> outer{width, h + P * c * row_length(width), r + thread * width * width};
     clear(own, size);
 #pragma omp for schedule(dynamic)
     for (int64_t reversed = 0; reversed < count; ++reversed) {
@@ -116,9 +144,9 @@ void tiles(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T*
       for (int other = 1; other < threads; ++other)
         for (int64_t e = 0; e < P * ldq; ++e) total[e] += sums[other * size + i * P * ldq + e];
       add_outer_products(least(P, n - i * P), c, width, points + i * P * width,
-                         weight ? weight + i * P : nullptr, total, block + thread * block_size,
-                         r + thread * width * width);
+                         weight ? weight + i * P : nullptr, total, h, outer);
     }
+    outer.flush();
   }
 }
 
@@ -135,6 +163,8 @@ void streamed(int kernel, T exponent, int64_t m, int64_t n, int64_t c, int64_t w
     const int thread = thread_index();
     alignas(64) T w[P * P];
     T* own = sums + thread * P * ldq;
+    T* h = block + thread * block_size;
+    ProductSum<T> outer{width, h + P * c * row_length(width), r + thread * width * width};
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < panels_of(m); ++i) {
       clear(own, P * ldq);
@@ -144,9 +174,9 @@ void streamed(int kernel, T exponent, int64_t m, int64_t n, int64_t c, int64_t w
         multiply<T, Store::add>(P, q, P, w, 1, P, values + j * P * ldq, ldq, own, ldq);
       }
       add_outer_products(least(P, m - i * P), c, width, x + i * P * width,
-                         weight ? weight + i * P : nullptr, own, block + thread * block_size,
-                         r + thread * width * width);
+                         weight ? weight + i * P : nullptr, own, h, outer);
     }
+    outer.flush();
   }
 }
 
@@ -261,13 +291,8 @@ void gram(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T* 
   {
     const int thread = thread_index();
     GramRows<T> own(workspace + thread * GramRows<T>::size(rows, width), rows, width);
-    double* mine = r + thread * width * width;
+    ProductSum<T> half{width, own.product, r + thread * width * width};  // P in R = P + P^T
     clear(own.row_sums, rows);
-    const auto add_product = [&](const T* x) {  // P in R = P + P^T
-      multiply<T, Store::set>(width, width, P, x, 1, ldr, own.y, ldr, own.product, ldr);
-      for (int64_t a = 0; a < width; ++a)
-        for (int64_t b = 0; b < width; ++b) mine[a * width + b] += double(own.product[a * ldr + b]);
-    };
 #pragma omp for schedule(dynamic)
     for (int64_t reversed = 0; reversed < count; ++reversed) {
       const int64_t i = count - 1 - reversed;
@@ -275,7 +300,7 @@ void gram(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T* 
       T* diagonal = own.b + i * P * P;
       for (int64_t e = 0; e < P * P; ++e) diagonal[e] *= T(0.5);
       multiply<T, Store::set>(P, width, (i + 1) * P, own.b, 1, P, padded_points, ldr, own.y, ldr);
-      add_product(padded_points + i * P * ldr);
+      half.add(P, padded_points + i * P * ldr, own.y);
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < count; ++i) {
@@ -286,8 +311,9 @@ void gram(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T* 
         for (int64_t t = 0; t < ldr; ++t)
           own.y[l * ldr + t] = T(-0.5) * sum * padded_points[(i * P + l) * ldr + t];
       }
-      add_product(padded_points + i * P * ldr);
+      half.add(P, padded_points + i * P * ldr, own.y);
     }
+    half.flush();
   }
   for (int64_t a = 0; a < width; ++a)
     for (int64_t b = 0; b <= a; ++b) {
