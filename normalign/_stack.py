@@ -35,10 +35,15 @@ class StackPlan:
             return self._on_gpu()(x, probes, penalty, reduction)
         return self._on_cpu(penalty)(x, probes, reduction)
 
-    def takes(self, criterion: Criterion, x: Tensor) -> bool:
+    def takes(self, criterion: Criterion, x: Tensor, penalty: str) -> bool:
         """Whether the target has the form that the kernels read; else torch shall judge it."""
         target = criterion.target
-        if not (x.is_cpu and target.is_cpu) or target.requires_grad:
+        if target.device != x.device or target.requires_grad:
+            return False
+        if _gpu.serves(x.device):
+            if not self._on_gpu().small(x, penalty):
+                return False
+        elif not x.is_cpu:
             return False
         if criterion.kind == "cross_entropy":
             return target.dtype is torch.int64 and target.shape == x.shape[:1]
@@ -48,10 +53,13 @@ class StackPlan:
         """``task + weight * penalty`` with the task loss computed by the kernels too.
 
         Raises:
-            IndexError: a target class is out of range; nothing was computed.
+            IndexError: a target class is out of range; nothing was computed. On a GPU, where to
+                look would be to wait, the loss is NaN instead.
         """
         if x.dim() > 2:
             x = x.flatten(1)
+        if _gpu.serves(x.device):
+            return self._on_gpu().loss(x, probes, penalty, criterion)
         return self._on_cpu(penalty).loss(x, probes, criterion)
 
     def _on_cpu(self, penalty: str) -> FusedStack:

@@ -1,9 +1,9 @@
 """The fused stack on a GPU: one first-order autograd function over the CUDA kernels.
 
-A small stack runs in four launches, with each block of rows in shared memory. A wide one, and the
-joint penalty, leave the products to torch, with one kernel for everything between two of them.
-Nothing synchronises and nothing is allocated outside torch, so a step can be captured in a CUDA
-graph.
+A small stack runs in four launches, with each block of rows in shared memory; they also take the
+penalty's mean over the batch and, for ``GrokAlignLoss``, the task loss. A wide one, and the joint
+penalty, leave the products to torch, with one kernel for everything between two of them. Nothing
+synchronises and nothing is allocated outside torch, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from normalign import _gpu
 from normalign._first_order import first_order
+from normalign._stack_native import CRITERIA, Criterion, Loss
 from normalign._stack_recognise import Layer
 
 PENALTIES = ("orthogonal", "jacobian", "joint")
@@ -25,6 +26,9 @@ _FLAT = (0, 1, 2)  # activations whose second derivative is 0: identity, relu, l
 
 _Activation = tuple[int, float, float]
 _Parameters = Sequence[Tensor | None]  # weight, bias, weight, ...
+# Kind of criterion, target, ignored class, penalty's weight; addresses of the penalty's mean, the
+# task loss, and their sum. See csrc/cuda/bind_stack.cpp.
+_Means = tuple[int, int, int, float, int, int, int]
 _Gradients = tuple[Tensor | None, Tensor | None, float]  # of logits, of the penalty, its factor
 
 
@@ -60,18 +64,33 @@ class GpuStack:
         self, x: Tensor, probes: Tensor, penalty: str, reduction: str
     ) -> tuple[Tensor, Tensor]:
         """Logits and penalty; see ``StackPlan.run``."""
+        run, parameters = self._prepared(x, penalty)
+        logits, value = _Function.apply(run, x, probes, reduction, *parameters)  # type: ignore[no-untyped-call]
+        return logits, value
+
+    def small(self, x: Tensor, penalty: str) -> bool:
+        """Whether the kernels take the whole stack, task loss included."""
+        return penalty != "joint" and bool(self.native(x.device).fits(x.element_size()))
+
+    def loss(self, x: Tensor, probes: Tensor, penalty: str, criterion: Criterion) -> Loss:
+        """Task loss and weighted penalty of a small stack; see ``StackPlan.loss``."""
+        run, parameters = self._prepared(x, penalty)
+        logits = x.new_empty(x.shape[0], self.widths[-1])
+        parts = x.new_empty(2)
+        total = _LossFunction.apply(run, x, probes, criterion, logits, parts, *parameters)  # type: ignore[no-untyped-call]
+        return Loss(total, logits, parts)
+
+    def _prepared(self, x: Tensor, penalty: str) -> tuple[_Small | _Wide, list[Tensor | None]]:
         parameters: list[Tensor | None] = []
         for m in self.linears:
             parameters += (m.weight, m.bias)
-        small = penalty != "joint" and self.native(x.device).fits(x.element_size())
-        run: _Small | _Wide = _Small(self) if small else _Wide(self)
+        run: _Small | _Wide = _Small(self) if self.small(x, penalty) else _Wide(self)
         run.project = penalty == "orthogonal"
         run.joint = penalty == "joint"
         run.tangent = torch.is_grad_enabled() and any(
             p is not None and p.requires_grad for p in parameters
         )
-        logits, value = _Function.apply(run, x, probes, reduction, *parameters)  # type: ignore[no-untyped-call]
-        return logits, value
+        return run, parameters
 
 
 class _Small:
@@ -84,17 +103,31 @@ class _Small:
     def __init__(self, stack: GpuStack) -> None:
         self.stack = stack
 
-    def forward(self, x: Tensor, probes: Tensor, parameters: _Parameters) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, probes: Tensor, parameters: _Parameters, mean: bool
+    ) -> tuple[Tensor, Tensor]:
+        logits, penalty = x.new_empty(x.shape[0], self.stack.widths[-1]), x.new_empty(x.shape[0])
+        total = x.new_empty(()) if mean else None
+        means = (0, 0, 0, 0.0, _address(total), 0, 0)
+        self.launch_forward(x, probes, parameters, logits, penalty, means)
+        return logits, penalty if total is None else total
+
+    def launch_forward(
+        self,
+        x: Tensor,
+        probes: Tensor,
+        parameters: _Parameters,
+        logits: Tensor,
+        penalty: Tensor,
+        means: _Means,
+    ) -> None:
         native, suffix = self.stack.native(x.device), _suffix(x)
-        batch, count = x.shape[0], probes.shape[0]
-        size = getattr(native, f"workspace_{suffix}")(batch, count)
+        size = getattr(native, f"workspace_{suffix}")(x.shape[0], probes.shape[0])
         self.workspace = x.new_empty(size)
-        logits, penalty = x.new_empty(batch, self.stack.widths[-1]), x.new_empty(batch)
         getattr(native, f"forward_{suffix}")(
             *self.call(x, probes, parameters), self.project, self.tangent,
-            logits.data_ptr(), penalty.data_ptr(), *_gpu.where(x.device),
+            logits.data_ptr(), penalty.data_ptr(), means, *_gpu.where(x.device),
         )  # fmt: skip
-        return logits, penalty
 
     def call(self, x: Tensor, probes: Tensor, parameters: _Parameters) -> tuple[Any, ...]:
         weights = [_address(p) for p in parameters[0::2]]
@@ -111,6 +144,7 @@ class _Small:
         parameters: _Parameters,
         of: _Gradients,
         wanted: Sequence[bool],
+        of_total: Tensor | None = None,
     ) -> list[Tensor | None]:
         grads = [
             torch.empty_like(p) if p is not None and want else None
@@ -121,7 +155,7 @@ class _Small:
         stride = 0 if of_penalty is None or of_penalty.dim() == 0 else of_penalty.stride(0)
         getattr(self.stack.native(x.device), f"backward_{_suffix(x)}")(
             *self.call(x, probes, parameters), _address(of_logits), _address(of_penalty), stride,
-            factor, addresses[0::2], addresses[1::2], *_gpu.where(x.device),
+            factor, _address(of_total), addresses[0::2], addresses[1::2], *_gpu.where(x.device),
         )  # fmt: skip
         return grads
 
@@ -160,7 +194,9 @@ class _Wide:
         )  # fmt: skip
         return out
 
-    def forward(self, x: Tensor, probes: Tensor, parameters: _Parameters) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, probes: Tensor, parameters: _Parameters, mean: bool
+    ) -> tuple[Tensor, Tensor]:
         weights, biases = parameters[0::2], parameters[1::2]
         last, (count, batch) = len(weights), probes.shape[:2]
         curved = [kind not in _FLAT for kind, _, _ in self.stack.activations]
@@ -198,7 +234,7 @@ class _Wide:
             cross[l] = torch.empty_like(z[l]) if curved[l - 1] else None
             t.append(self.stage(_TANGENT, l, q, q, count, z=z[l], u=u[l], cross=cross[l]))
         self.kept = (a, z, s, t, cross)
-        return logits, penalty
+        return logits, penalty.mean() if mean else penalty
 
     def offset(self, parameters: _Parameters, z: list[Tensor], batch: int) -> list[Tensor]:
         """``f(x) - J x`` of a piecewise linear stack, and what leads to it: entry l is behind l.
@@ -321,12 +357,12 @@ class _Function(torch.autograd.Function):
         if x.stride(1) != 1:
             x = x.contiguous()
         probes = probes.to(x.dtype).contiguous()
-        logits, penalty = run.forward(x, probes, parameters)
+        logits, penalty = run.forward(x, probes, parameters, reduction == "mean")
         ctx.set_materialize_grads(False)
         ctx.run, ctx.reduction = run, reduction
         # Saved for their version counters: a weight changed in place in between is an error.
         ctx.save_for_backward(x, probes, *parameters)
-        return logits, penalty.mean() if reduction == "mean" else penalty
+        return logits, penalty
 
     @staticmethod
     @first_order
@@ -344,3 +380,39 @@ class _Function(torch.autograd.Function):
         of = (grad_logits, grad_penalty, factor)
         grads = ctx.run.backward(x, probes, parameters, of, ctx.needs_input_grad[4:])
         return (None, None, None, None, *grads)
+
+
+class _LossFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: _Small,
+        x: Tensor,
+        probes: Tensor,
+        criterion: Criterion,
+        logits: Tensor,
+        parts: Tensor,
+        *parameters: Any,
+    ) -> Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        probes, target = probes.to(x.dtype).contiguous(), criterion.target.contiguous()
+        total, task = x.new_empty(()), parts.data_ptr()
+        means = (
+            CRITERIA[criterion.kind], target.data_ptr(), criterion.ignore_index,
+            criterion.penalty_weight, task + parts.element_size(), task, total.data_ptr(),
+        )  # fmt: skip
+        penalty = x.new_empty(x.shape[0])
+        run.launch_forward(x, probes, parameters, logits, penalty, means)
+        ctx.run, ctx.weight = run, criterion.penalty_weight
+        ctx.save_for_backward(x, probes, *parameters)
+        return total
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        x, probes, *parameters = ctx.saved_tensors
+        factor = 2.0 * ctx.weight / (probes.shape[0] * x.shape[0])
+        wanted, of = ctx.needs_input_grad[6:], (None, None, factor)
+        grads = ctx.run.backward(x, probes, parameters, of, wanted, grad_total)
+        return (*(None,) * 6, *grads)

@@ -181,7 +181,7 @@ def fused_loss(
     path = _path.choose(model, x, penalty, implementation, False)
     if not isinstance(path, _stack.StackPlan):
         return None
-    if not path.takes(criterion, x):
+    if not path.takes(criterion, x, penalty):
         return None
     if x.is_cpu if check_finite is None else check_finite:
         _inputs.check_finite(x)

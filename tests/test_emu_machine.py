@@ -30,6 +30,7 @@ SEEN_BY = {
     "warp_exchange": ("machine", "thread"),
     "accumulate": ("thread",),
     "blocks_overlap": ("thread",),
+    "last_block": ("thread",),
     "too_much_shared": ("machine",),
 }
 

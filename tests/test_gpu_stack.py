@@ -303,6 +303,6 @@ def test_bad_calls_are_refused():
         emu.Stack([3, 3], [77], [0.0], [0.0])
     stack = emu.Stack([3, 3], [1], [0.0], [0.0])
     with pytest.raises(ValueError, match="weight has no memory"):
-        stack.forward_f32(1, 1, [0], [0], 0, 3, 0, 0, True, True, 0, 0, 0, 0)
+        stack.forward_f32(1, 1, [0], [0], 0, 3, 0, 0, True, True, 0, 0, (0,) * 7, 0, 0)
     with pytest.raises(ValueError, match="too large"):
         emu.Stack([4000, 4000], [1], [0.0], [0.0]).workspace_f32(1, 1)

@@ -1,6 +1,7 @@
 // A small stack is an object: shapes are checked once, a step passes addresses only.
 #include <pybind11/stl.h>
 
+#include <tuple>
 #include <vector>
 
 #include "bind_gpu.h"
@@ -10,6 +11,9 @@ namespace normalign {
 namespace {
 
 using Addresses = std::vector<Address>;
+// kind, target, ignore_index, weight of the penalty, addresses of its mean, of the task loss and of
+// their sum
+using LossTuple = std::tuple<int, Address, int64_t, double, Address, Address, Address>;
 
 void expect(bool right, const std::string& what) {
   if (!right) throw std::invalid_argument(what);
@@ -81,12 +85,27 @@ struct Stack {
   template <class T>
   void forward(int64_t batch, int probes, const Addresses& weights, const Addresses& biases,
                Address x, int64_t x_stride, Address probe, Address memory, bool project,
-               bool tangent, Address logits, Address penalty, int device, Address stream) const {
+               bool tangent, Address logits, Address penalty, const LossTuple& loss, int device,
+               Address stream) const {
     GpuStack<T> k = bound<T>(batch, probes, weights, biases, x, x_stride, probe, memory);
     k.project = project;
     k.tangent = tangent;
     k.logits = pointer<T>("logits", logits, 1);
     k.penalty = pointer<T>("penalty", penalty, probes);
+    const auto [kind, target, ignore_index, weight, mean_penalty, mean_task, total] = loss;
+    expect(kind >= 0 && kind <= static_cast<int>(StackCriterion::squared_error),
+           "unknown criterion");
+    k.criterion = static_cast<StackCriterion>(kind);
+    k.mean_penalty = reinterpret_cast<T*>(mean_penalty);  // null: not wanted
+    if (k.criterion != StackCriterion::none) {
+      k.mean_penalty = pointer<T>("mean_penalty", mean_penalty, 1);
+      k.classes = pointer<const int64_t>("target", target, 1);
+      k.values = pointer<const T>("target", target, 1);
+      k.ignore_index = ignore_index;
+      k.penalty_weight = static_cast<T>(weight);
+      k.mean_task = pointer<T>("mean_task", mean_task, 1);
+      k.total = pointer<T>("total", total, 1);
+    }
     const DeviceGuard guard(device);
     check(stack_forward_gpu(k, stream_of(stream)));
   }
@@ -95,8 +114,8 @@ struct Stack {
   void backward(int64_t batch, int probes, const Addresses& weights, const Addresses& biases,
                 Address x, int64_t x_stride, Address probe, Address memory, Address grad_logits,
                 Address grad_penalty, int64_t grad_penalty_stride, double grad_penalty_scale,
-                const Addresses& grad_weights, const Addresses& grad_biases, int device,
-                Address stream) const {
+                Address grad_total, const Addresses& grad_weights, const Addresses& grad_biases,
+                int device, Address stream) const {
     GpuStack<T> k = bound<T>(batch, probes, weights, biases, x, x_stride, probe, memory);
     expect(grad_weights.size() == activation.size() && grad_biases.size() == activation.size(),
            "one address for each gradient");
@@ -104,6 +123,12 @@ struct Stack {
     k.grad_penalty = reinterpret_cast<const T*>(grad_penalty);
     k.grad_penalty_stride = grad_penalty_stride;
     k.grad_penalty_scale = static_cast<T>(grad_penalty_scale);
+    k.grad_total = reinterpret_cast<const T*>(grad_total);
+    if (k.grad_total) {  // the forward pass left the task's gradient
+      k.grad_logits = k.task_gradient;
+      k.grad_penalty = k.grad_total;
+      k.grad_penalty_stride = 0;
+    }
     for (int l = 0; l < k.layers; ++l) {
       k.grad_weight[l] = reinterpret_cast<T*>(grad_weights[l]);
       k.grad_bias[l] = reinterpret_cast<T*>(grad_biases[l]);

@@ -49,7 +49,7 @@ static inline const char* launch_status() {
   do {                                                                                    \
     const dim3 grid_ = grid, block_ = block;                                              \
     ::normalign::emu::launch({grid_.x, grid_.y, grid_.z}, {block_.x, block_.y, block_.z}, \
-                             (shared_bytes), stream, [&] { kernel(__VA_ARGS__); });               \
+                             (shared_bytes), stream, [&] { kernel(__VA_ARGS__); });       \
   } while (0)
 
 #endif

@@ -3,7 +3,7 @@
 namespace normalign {
 namespace {
 
-constexpr int64_t shared_limit = 227 << 10;
+constexpr int64_t shared_limit = 226 << 10;  // of 227: the means take some as well
 constexpr int small_rows = 8, large_rows = 16;
 // With at least this many samples the larger row blocks still fill a GPU of about 130 processors.
 constexpr int64_t large_batch = 130 * large_rows;
@@ -75,6 +75,10 @@ int64_t arrange(GpuStack<T>* k, T* workspace) {
   for (int l = 0; l < k->layers; ++l)
     k->transposed[l] = cut.take(int64_t(k->width[l]) * k->width[l + 1]);
   const int64_t samples = k->batch, all = samples * k->probes;
+  k->task = cut.take(samples);
+  k->task_gradient = cut.take(samples * k->width[k->layers]);
+  k->count = cut.take(1);
+  k->finished = reinterpret_cast<unsigned*>(cut.take(1));
   k->t[0] = cut.take(all * k->width[0]);
   for (int l = 1; l < k->layers; ++l) {
     const int64_t n = k->width[l];

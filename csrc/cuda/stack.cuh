@@ -1,7 +1,7 @@
 // Kernels of the small stacks: see stack.h.
 #pragma once
 #include "activation.cuh"
-#include "stack.h"
+#include "stack_loss.cuh"
 
 namespace normalign {
 namespace {
@@ -84,6 +84,7 @@ __device__ __forceinline__ void load_rows(const T* from, int64_t stride, int64_t
 constexpr int transpose_tile = 32;
 template <class T>
 __global__ void __launch_bounds__(stack_threads) stack_transpose_kernel(const GpuStack<T> k) {
+  if (k.finished && blockIdx.x == 0 && threadIdx.x == 0) *k.finished = 0;
   NORMALIGN_SHARED(T, buffer, [transpose_tile][transpose_tile + 1]);
   int layer = 0, tile = blockIdx.x, across = 0;
   for (;; ++layer) {
@@ -190,6 +191,16 @@ __global__ void __launch_bounds__(stack_threads, 1)
   }
 
   constexpr int warp_rows = block_rows / stack_warps;
+  if (k.criterion != StackCriterion::none) {
+    NORMALIGN_LOOP
+    for (int r = threadIdx.x / 32; r < valid; r += stack_warps) {
+      const int64_t sample = row0 + r;
+      const T loss = row_loss(k, sample, in + r * padded(k.width[last]),
+                              k.task_gradient + sample * k.width[last]);
+      if (threadIdx.x % 32 == 0) k.task[sample] = loss;
+    }
+    __syncthreads();
+  }
   T norm[warp_rows] = {};
   for (int p = 0; p < k.probes; ++p) {
     const int64_t first = p * k.batch + row0;
@@ -231,6 +242,7 @@ __global__ void __launch_bounds__(stack_threads, 1)
     if (threadIdx.x % 32 == 0 && r < valid && k.probes > 0)
       k.penalty[row0 + r] = norm[i] / T(k.probes);
   }
+  if (k.mean_penalty) means_by_the_last_block<T, stack_threads>(k);
 }
 
 template <class T>
@@ -250,6 +262,7 @@ __global__ void __launch_bounds__(stack_threads, 1)
   const int last = k.layers, outputs = k.width[last];
   load_rows<T, block_rows>(k.grad_logits ? k.grad_logits + row0 * outputs : nullptr, outputs, valid,
                            outputs, in);
+  const T factor = logits_factor(k);
   for (int l = last - 1; l >= 1; --l) {
     const int cols = k.width[l];
     product<T, block_rows>(in, k.width[l + 1], k.weight[l], cols, out);
@@ -257,6 +270,7 @@ __global__ void __launch_bounds__(stack_threads, 1)
     transform<T, block_rows>(in, cols, valid, [&](int r, int j, T sum) {
       const int64_t at = (row0 + r) * cols + j;
       T delta = sum * behind(k, l, k.z[l][at]).slope;
+      if (l == last - 1) delta *= factor;
       if (k.u[l] && k.grad_penalty)
         delta +=
             penalty_factor(k.grad_penalty, k.grad_penalty_stride, k.grad_penalty_scale, row0 + r) *
@@ -297,6 +311,7 @@ __global__ void __launch_bounds__(stack_threads) stack_weight_kernel(const GpuSt
   const int64_t a_stride = layer == 0 ? k.x_stride : ins;
   const int group = threadIdx.x / 64, i0 = threadIdx.x % 64 / 8 * 4, j0 = threadIdx.x % 8 * 4;
   T sum[4][4] = {}, bias[4] = {};
+  const T top_factor = top ? logits_factor(k) : T(1);
   // Without a gradient of the penalty only the task's rows count.
   const int64_t rows = k.batch * (k.grad_penalty ? 1 + k.probes : 1);
   for (int64_t row0 = 0; row0 < rows; row0 += grad_rows) {
@@ -307,7 +322,7 @@ __global__ void __launch_bounds__(stack_threads) stack_weight_kernel(const GpuSt
       const int64_t row = row0 + r;
       T l = T(0), m = T(0);
       if (row < k.batch) {
-        if (delta && out0 + c < outs) l = delta[row * outs + out0 + c];
+        if (delta && out0 + c < outs) l = top_factor * delta[row * outs + out0 + c];
         if (in0 + c < ins) m = a[row * a_stride + in0 + c];
       } else if (row < rows) {
         const int64_t at = row - k.batch;

@@ -34,6 +34,20 @@ struct GpuStack {
   T* logits;       // batch x width[layers]
   T* penalty;      // of each sample, the mean over the probes
 
+  // Means over the batch, and a task loss with them; null and none: not wanted.
+  T* mean_penalty;
+  StackCriterion criterion;
+  const int64_t* classes;  // of each sample
+  const T* values;         // batch x width[layers]
+  int64_t ignore_index;
+  T penalty_weight;
+  T* mean_task;
+  T* total;            // mean_task + penalty_weight mean_penalty
+  T* task;             // of each sample
+  T* task_gradient;    // in the logits, without the factor of the mean
+  T* count;            // what the task loss is a mean over
+  unsigned* finished;  // blocks of the forward kernel
+
   T* transposed[kMaxGpuLayers];  // W^T, (width[l], width[l + 1])
 
   // What the backward pass needs, index l = 1 .. layers - 1: behind layer l - 1.
@@ -50,6 +64,7 @@ struct GpuStack {
   const T* grad_penalty;  // of each sample, or one for all (stride 0)
   int64_t grad_penalty_stride;
   T grad_penalty_scale;  // 2 / probes, and 1 / batch where the penalty is a mean
+  const T* grad_total;   // of total: then grad_logits is task_gradient, up to its factor
   T* grad_weight[kMaxGpuLayers];
   T* grad_bias[kMaxGpuLayers];
 };

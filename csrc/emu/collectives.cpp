@@ -28,6 +28,12 @@ char* new_shared(size_t bytes) {
   return memory;
 }
 
+void fence() {
+  Machine& m = machine();
+  release(&m.fences);
+  acquire(&m.fences);
+}
+
 int lane() {
   return machine().current % 32;
 }

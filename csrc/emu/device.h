@@ -45,6 +45,10 @@ inline int __syncthreads_count(int predicate, NORMALIGN_EMU_AT) {
 inline int __syncthreads_or(int predicate, NORMALIGN_EMU_AT) {
   return ::normalign::emu::block_barrier(predicate != 0, {file, line}) != 0;
 }
+// What a thread wrote before it comes before what another reads after its own fence.
+inline void __threadfence() {
+  ::normalign::emu::fence();
+}
 inline void __syncwarp(unsigned mask = 0xffffffffu, NORMALIGN_EMU_AT) {
   ::normalign::emu::warp_collective(::normalign::emu::Collective::sync, mask, 0, 0, {file, line});
 }

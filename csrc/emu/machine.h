@@ -66,6 +66,9 @@ enum class Collective { sync, shuffle, ballot };
 // ballot: the lanes whose value is not 0.
 uint64_t warp_collective(Collective kind, uint32_t mask, uint64_t value, int source, Where where);
 
+// Orders this thread after every thread that has passed a fence before.
+void fence();
+
 int lane();
 
 }  // namespace emu

@@ -100,6 +100,7 @@ struct Machine {
   size_t host_stack_bytes = 0;
   void* tsan_fibers[fiber_sets][max_threads] = {};
   char started = 0;   // an address: the launch comes before every thread's start
+  char fences = 0;    // an address: of what has passed a fence
   char finished = 0;  // an address: every thread's end comes before the launch's end
 };
 

@@ -126,6 +126,21 @@ __global__ void blocks_overlap(const float* in, float* out) {
   if (threadIdx.x == 0) out[i] = in[i];
 }
 
+// The block that finishes last reads what the others wrote.
+__global__ void last_block(const float* in, float* out, float* rows, unsigned* finished) {
+  NORMALIGN_SHARED(bool, last, [1]);
+  rows[blockIdx.x * 64 + threadIdx.x] = in[threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (!bad) __threadfence();
+    last[0] = atomicAdd(finished, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!last[0]) return;
+  if (!bad) __threadfence();
+  out[threadIdx.x] = rows[threadIdx.x] + rows[64 + threadIdx.x];
+}
+
 __global__ void too_much_shared(float* out) {
   NORMALIGN_SHARED(float, small, [6000]);
   small[threadIdx.x] = 1;
@@ -201,6 +216,11 @@ int run(const std::string& name) {
     y = out.data();
     NORMALIGN_LAUNCH(blocks_overlap, dim3(2), block, 0, nullptr, x, y);
     expected.assign(in.begin(), in.begin() + 2);
+  } else if (name == "last_block") {
+    std::vector<float> rows(128);
+    unsigned finished = 0;
+    NORMALIGN_LAUNCH(last_block, dim3(2), block, 0, nullptr, x, y, rows.data(), &finished);
+    for (int i = 0; i < 64; ++i) expected[i] = 2 * in[i];
   } else if (name == "too_much_shared") {
     NORMALIGN_LAUNCH(too_much_shared, one, block, 0, nullptr, y);
     expected.assign(64, 1.0f);
