@@ -76,28 +76,28 @@ void gradient(const MachineTuple& machine, int64_t m, Address u, Address u_panel
 
 template <class T>
 void attack(const MachineTuple& machine, int loss, int select, bool l2, int64_t iterations,
-            Address eps, Address step, Address lower, Address upper, int64_t m, Address x,
-            Address targets, Address current, Address value, Address zero_gradients,
-            Address workspace, int threads) {
+            Address eps, Address step, double eps_all, double step_all, Address lower,
+            Address upper, int64_t m, Address x, Address targets, Address current, Address value,
+            Address outputs, Address zero_gradients, Address workspace, int threads) {
   check_size("m", m);
   check_size("iterations", iterations);
   const auto mp = machine_of<T>(machine);
-  const AttackSettings<T> settings{static_cast<Loss>(loss),
-                                   static_cast<Select>(select),
-                                   l2,
-                                   iterations,
-                                   pointer<const T>("eps", eps, mp.d),
-                                   pointer<const T>("step", step, mp.d),
-                                   reinterpret_cast<const T*>(lower),   // none where null
-                                   reinterpret_cast<const T*>(upper)};  // none where null
+  const AttackSettings<T> settings{
+      static_cast<Loss>(loss),           static_cast<Select>(select), l2, iterations,
+      reinterpret_cast<const T*>(eps),   // null: eps_all
+      reinterpret_cast<const T*>(step),  // null: step_all
+      static_cast<T>(eps_all),           static_cast<T>(step_all),
+      reinterpret_cast<const T*>(lower),   // none where null
+      reinterpret_cast<const T*>(upper)};  // none where null
   const T* xp = pointer<const T>("x", x, m * mp.d);
   const T* tp = pointer<const T>("targets", targets, m);
   T* cp = pointer<T>("current", current, m * mp.d);
   T* vp = pointer<T>("value", value, m);
+  T* op = pointer<T>("outputs", outputs, m);
   int64_t* zp = pointer<int64_t>("zero_gradients", zero_gradients, m);
   T* wp = pointer<T>("workspace", workspace, m);
   py::gil_scoped_release release;
-  attack_table<T>().attack(mp, settings, m, xp, tp, cp, vp, zp, wp, threads);
+  attack_table<T>().attack(mp, settings, m, xp, tp, cp, vp, op, zp, wp, threads);
 }
 
 }  // namespace

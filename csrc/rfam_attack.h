@@ -24,7 +24,8 @@ struct AttackSettings {
   Select select;
   bool l2;
   int64_t iterations;
-  const T *eps, *step;     // (d); with l2 only the first is read
+  const T *eps, *step;  // (d), or null: eps_all, step_all for each feature
+  T eps_all, step_all;
   const T *lower, *upper;  // (d) or null
 };
 
@@ -38,15 +39,16 @@ struct AttackOf {
   // workspace: threads * 48 * (c + r + 1)
   void (*gradient)(const AttackedMachine<T>& machine, int64_t m, const T* u, const T* u_panels,
                    const T* cotangent, T* g, T* workspace, int threads);
-  // current (m, d): first iterates; on return what `select` chooses, with its value (m) and the
-  // number of steps with zero gradient (m). workspace: threads * attack_workspace(...)
+  // current (m, d): first iterates; on return what `select` chooses, with its value (m), the
+  // outputs there (m, c), and the number of steps with zero gradient (m). workspace: threads *
+  // attack_workspace(...)
   void (*attack)(const AttackedMachine<T>& machine, const AttackSettings<T>& settings, int64_t m,
-                 const T* x, const T* targets, T* current, T* value, int64_t* zero_gradients,
-                 T* workspace, int threads);
+                 const T* x, const T* targets, T* current, T* value, T* outputs,
+                 int64_t* zero_gradients, T* workspace, int threads);
 };
 
 static inline int64_t attack_workspace(int64_t n, int64_t c, int64_t d, int64_t r) {
-  return 48 * ((n + 47) / 48 * 48 + 5 * d + 3 * r + 3 * c);
+  return 48 * ((n + 47) / 48 * 48 + 5 * d + 3 * r + 4 * c);
 }
 
 struct AttackTable {

@@ -43,7 +43,7 @@ class MachineVictim(Victim):
 
     def attack(
         self, x: Tensor, labels: Tensor, start: Tensor, scale: Tensor, settings: Settings
-    ) -> tuple[Tensor, int, int] | None:
+    ) -> tuple[Tensor, Tensor, int, int] | None:
         """All steps in one call; an ellipsoid has no kernel of its own."""
         radius: float | Tensor = scale
         if settings.norm == "l2":
@@ -67,7 +67,8 @@ class MachineVictim(Victim):
             for rows in torch.arange(len(x)).split(self.block)
         ]
         zeros = sum(int(attack.zero_gradients.sum()) for attack in found)
-        return torch.cat([attack.x for attack in found]), zeros, settings.steps * len(x)
+        points, outputs = ([getattr(a, part) for a in found] for part in ("x", "outputs"))
+        return torch.cat(points), torch.cat(outputs), zeros, settings.steps * len(x)
 
 
 def attack_settings(attack: str | Settings | dict[str, Any]) -> Settings:

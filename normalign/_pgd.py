@@ -74,8 +74,8 @@ class Victim:
 
     def attack(
         self, x: Tensor, labels: Tensor, start: Tensor, scale: Tensor, settings: Settings
-    ) -> tuple[Tensor, int, int] | None:
-        """All steps at once, where the model has its own loop; returns as ``_ascend`` does."""
+    ) -> tuple[Tensor, Tensor, int, int] | None:
+        """All steps at once, where the model has its own loop: as ``_ascend``, and the outputs."""
         return None
 
 
@@ -189,9 +189,10 @@ def run(
             result = victim.attack(x[active], labels[active], start[active], scale, settings)
         if result is None:
             rows = x[active], labels[active], start[active]
-            result = _ascend(victim, *rows, scale, settings, bounds)
-        point, zeros, gradients = result
-        outputs = victim.outputs(point)
+            point, zeros, gradients = _ascend(victim, *rows, scale, settings, bounds)
+            outputs = victim.outputs(point)
+        else:
+            point, outputs, zeros, gradients = result
         reached, wrong = margins(outputs, labels[active]), misclassified(outputs, labels[active])
         better = wrong | (reached > best[active])
         outcome.x[active[better]] = point[better]

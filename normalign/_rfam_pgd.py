@@ -24,12 +24,14 @@ class Attack:
     Attributes:
         x: Attacked points, shape ``(m, d)``.
         value: What ``select`` maximises at ``x``, shape ``(m,)``; with ``"last"``, the loss.
+        outputs: Decision values at ``x``, shape ``(m, c)``.
         zero_gradients: In how many of the steps each point's gradient was 0, shape ``(m,)``.
             A kernel that underflows, or a start on a training point, reads as robustness.
     """
 
     x: Tensor
     value: Tensor
+    outputs: Tensor
     zero_gradients: Tensor
 
 
@@ -113,12 +115,15 @@ def pgd(
             machine, x, targets, current, eps, step, iterations=iters, loss=loss, norm=norm,
             lower=lower, upper=upper, select=select,
         )  # fmt: skip
-        return Attack(found.points[0, 0].to(x.dtype), found.value[0, 0], found.zero_gradients[0, 0])
+        results = found.points, found.value, found.outputs, found.zero_gradients
+        moved, value, outputs, zero = (result[0, 0] for result in results)
+        return Attack(moved.to(x.dtype), value, outputs, zero)
     if x.device.type == "cpu" and not points.gpu and points.reason is None:
         bounds = (lower, upper)
         return _native(machine, x, targets, current, eps, step, iters, loss, norm, bounds, select)
     value = x.new_full((x.shape[0],), -torch.inf)
     best = current.clone()
+    outputs = x.new_full(targets.shape, torch.nan)
     zero = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
     for iteration in range(iters + 1):
         f = machine.decision(current)
@@ -126,6 +131,7 @@ def pgd(
         better = (reached > value) | (select == "last")
         value = torch.where(better, reached, value)
         best = torch.where(better.unsqueeze(1), current, best)
+        outputs = torch.where(better.unsqueeze(1), f, outputs)
         if iteration == iters:
             break
         g = machine.input_gradient(current, loss_cotangent(f, targets, loss))
@@ -142,7 +148,7 @@ def pgd(
             current = torch.maximum(current, lower)
         if upper is not None:
             current = torch.minimum(current, upper)
-    return Attack(best, value, zero)
+    return Attack(best, value, outputs, zero)
 
 
 def _native(
@@ -161,27 +167,27 @@ def _native(
     """The whole attack in one call."""
     dtype, (m, d) = machine.points.dtype, x.shape
     c, threads = machine.dual_coef.shape[1], _dispatch.threads()
-
-    def vector(value: float | Tensor) -> Tensor:
-        return torch.as_tensor(value, dtype=dtype).expand(d).contiguous()
-
     clean, targets = x.to(dtype).contiguous(), targets.to(dtype).contiguous()
     current = current.to(dtype).contiguous()
-    eps, step = vector(eps), vector(step)
-    lower, upper = (None if b is None else vector(b) for b in bounds)
     mean = machine.mean.to(dtype).contiguous()
     factor = machine.factor.to(dtype).contiguous()
     coef = machine.dual_coef.contiguous()
-    value = clean.new_empty(m)
+    # One for each feature, or none and a number for all.
+    vectors = [
+        torch.as_tensor(v, dtype=dtype).expand(d).contiguous() if isinstance(v, Tensor) else None
+        for v in (eps, step, *bounds)
+    ]
+    numbers = [0.0 if isinstance(v, Tensor) else float(v) for v in (eps, step)]
+    value, outputs = clean.new_empty(m), clean.new_empty(m, c)
     zero = torch.empty(m, dtype=torch.int64)
     if m:
         size = _load._C.rfam_attack_workspace(machine.points.shape[0], c, d, factor.shape[1])
         workspace = clean.new_empty(threads * size)
+        eps_at, step_at, *bounds_at = (0 if v is None else v.data_ptr() for v in vectors)
         native("rfam_attack", dtype)(
             machine_tuple(machine.packed, coef, threads, mean, factor), LOSSES.index(loss),
-            SELECT.index(select), norm == "l2", iters, eps.data_ptr(), step.data_ptr(),
-            0 if lower is None else lower.data_ptr(), 0 if upper is None else upper.data_ptr(), m,
+            SELECT.index(select), norm == "l2", iters, eps_at, step_at, *numbers, *bounds_at, m,
             clean.data_ptr(), targets.data_ptr(), current.data_ptr(), value.data_ptr(),
-            zero.data_ptr(), workspace.data_ptr(), threads,
+            outputs.data_ptr(), zero.data_ptr(), workspace.data_ptr(), threads,
         )  # fmt: skip
-    return Attack(current.to(x.dtype), value.to(x.dtype), zero)
+    return Attack(current.to(x.dtype), value.to(x.dtype), outputs.to(x.dtype), zero)

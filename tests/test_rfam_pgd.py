@@ -1,10 +1,13 @@
 """The attack on kernel machines against one written with autograd in float64."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from normalign._rfam_fit import fit
 from normalign._rfam_pgd import attack_loss, pgd
+from normalign.testing import instruction_set, isa_names
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,8 @@ def test_follows_the_autograd_attack(loss, norm):
     exact = _by_autograd(machine, x, targets, start, **settings)
     result = pgd(machine, x, targets, start=start, **settings)
     torch.testing.assert_close(result.x, exact)
+    torch.testing.assert_close(result.outputs, machine.decision(exact))
+    torch.testing.assert_close(result.value, attack_loss(machine.decision(exact), targets, loss))
     assert (result.zero_gradients == 0).all()
 
 
@@ -61,6 +66,34 @@ def test_best_iterate_is_never_worse_than_the_start():
     assert (result.value >= clean).all()
     reached = attack_loss(machine.decision(result.x), targets, "margin")
     torch.testing.assert_close(reached, result.value, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(machine.decision(result.x), result.outputs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("isa", isa_names())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("m", [1, 15, 17, 33, 50, 97])
+def test_a_row_does_not_depend_on_its_block(m, dtype, isa):
+    """Blocks have from one vector of points to three, the last one filled more or less."""
+    machine = _machine(n=55, dtype=dtype)
+    x = torch.randn(m, 5, dtype=dtype)
+    targets = torch.nn.functional.one_hot(torch.arange(m) % 3, 3).to(dtype)
+    eps = torch.full((5,), 0.3, dtype=dtype)
+    with instruction_set(isa):
+        whole = pgd(machine, x, targets, eps=0.3, step=0.05, iters=4, select="margin")
+        alone = [
+            pgd(machine, x[i : i + 1], targets[i : i + 1], eps=eps, step=0.05 / 0.3 * eps, iters=4,
+                select="margin").x
+            for i in range(0, m, 7)
+        ]  # fmt: skip
+    torch.testing.assert_close(torch.cat(alone), whole.x[::7])
+    wide = dataclasses.replace(
+        machine, points=machine.points.double(), dual_coef=machine.dual_coef.double()
+    )
+    exact = _by_autograd(wide, x.double(), targets.double(), x.double(), eps=0.3, step=0.05,
+                         iters=4, loss="mse", norm="linf")  # fmt: skip
+    last = pgd(machine, x, targets, eps=0.3, step=0.05, iters=4).x.double()
+    # Signs of gradients near 0 differ by rounding: such coordinates take other steps.
+    assert ((last - exact).abs() < 1e-4).double().mean() > (0.97 if m > 15 else 0.8)
 
 
 def test_frozen_features_and_bounds():

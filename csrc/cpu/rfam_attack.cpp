@@ -192,7 +192,7 @@ void bound(const AttackSettings<T>& s, int64_t t, T* current) {
 template <class T>
 void step_linf(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T* current) {
   for (int64_t t = 0; t < d; ++t) {
-    const T eps = s.eps[t], step = s.step[t];
+    const T eps = s.eps ? s.eps[t] : s.eps_all, step = s.step ? s.step[t] : s.step_all;
     for (int64_t l = 0; l < P; ++l) {
       const int64_t e = t * P + l;
       const T along = g[e] > 0 ? step : g[e] < 0 ? -step : T(0);
@@ -207,6 +207,7 @@ void step_linf(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T*
 template <class T>
 void step_l2(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T* current) {
   alignas(64) T factor[P], back[P], size[P], norm[P];
+  const T eps = s.eps ? s.eps[0] : s.eps_all, step = s.step ? s.step[0] : s.step_all;
   for (int64_t l = 0; l < P; ++l) size[l] = norm[l] = back[l] = T(0);
   for (int64_t t = 0; t < d; ++t)
     for (int64_t l = 0; l < P; ++l) {
@@ -220,7 +221,7 @@ void step_l2(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T* c
       norm[l] += scaled * scaled;
     }
   for (int64_t l = 0; l < P; ++l)
-    factor[l] = norm[l] > 0 ? s.step[0] * size[l] / T(__builtin_sqrt(norm[l])) : T(0);
+    factor[l] = norm[l] > 0 ? step * size[l] / T(__builtin_sqrt(norm[l])) : T(0);
   for (int64_t t = 0; t < d; ++t)
     for (int64_t l = 0; l < P; ++l) {
       const T move = current[t * P + l] + factor[l] * g[t * P + l] - x[t * P + l];
@@ -228,7 +229,7 @@ void step_l2(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T* c
     }
   for (int64_t l = 0; l < P; ++l) {
     const T length = T(__builtin_sqrt(back[l]));
-    back[l] = length > s.eps[0] ? s.eps[0] / length : T(1);
+    back[l] = length > eps ? eps / length : T(1);
   }
   for (int64_t t = 0; t < d; ++t) {
     for (int64_t l = 0; l < P; ++l) {
@@ -239,31 +240,36 @@ void step_l2(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T* c
   }
 }
 
-// Keeps the points of those lanes where `reached` is better than any before.
+// Keeps points and outputs of those lanes where `reached` is better than any before.
 template <class T>
-void keep_best(Select select, int64_t d, const T* reached, const T* current, T* value, T* best) {
+void keep_best(Select select, int64_t d, int64_t c, const T* reached, const T* current, const T* f,
+               T* value, T* best, T* best_f) {
   T better[P];
   bool any = false;
   for (int64_t l = 0; l < P; ++l) {
     better[l] = T(reached[l] > value[l] || select == Select::last);
     any = any || better[l] > 0;
   }
-  for (int64_t l = 0; l < P; ++l) value[l] = better[l] > 0 ? reached[l] : value[l];
   if (!any) return;
+  for (int64_t l = 0; l < P; ++l) value[l] = better[l] > 0 ? reached[l] : value[l];
   for (int64_t t = 0; t < d; ++t)
     for (int64_t l = 0; l < P; ++l)
       best[t * P + l] = better[l] > 0 ? current[t * P + l] : best[t * P + l];
+  for (int64_t k = 0; k < c; ++k)
+    for (int64_t l = 0; l < P; ++l)
+      best_f[k * P + l] = better[l] > 0 ? f[k * P + l] : best_f[k * P + l];
 }
 
 template <class T>
 void attack_block(const AttackedMachine<T>& machine, const AttackSettings<T>& settings,
                   int64_t rows, const T* x_rows, const T* targets, T* current_rows, T* value_rows,
-                  int64_t* zero_rows, T* p) {
+                  T* output_rows, int64_t* zero_rows, T* p) {
   const int64_t n = machine.n, c = machine.c, d = machine.d, r = machine.r;
   T* weights = p;  // (48 panels, P)
   T *x = weights + panels_of(n) * P * P, *current = x + d * P, *best = current + d * P;
   T *centred = best + d * P, *g_x = centred + d * P, *u = g_x + d * P, *scaled = u + r * P;
-  T *g = scaled + r * P, *f = g + r * P, *target = f + c * P, *v = target + c * P;
+  T *g = scaled + r * P, *f = g + r * P, *target = f + c * P, *v = target + c * P,
+    *best_f = v + c * P;
   alignas(64) T tile[P * P], total[P], value[P], reached[P], moved[P];
   int64_t label[P], zero[P];
   const auto kernel = static_cast<Kernel>(machine.kernel);
@@ -273,7 +279,10 @@ void attack_block(const AttackedMachine<T>& machine, const AttackSettings<T>& se
       current[t * P + l] = best[t * P + l] = l < rows ? current_rows[l * d + t] : machine.mean[t];
     }
   for (int64_t k = 0; k < c; ++k)
-    for (int64_t l = 0; l < P; ++l) target[k * P + l] = l < rows ? targets[l * c + k] : T(0);
+    for (int64_t l = 0; l < P; ++l) {
+      target[k * P + l] = l < rows ? targets[l * c + k] : T(0);
+      best_f[k * P + l] = T(__builtin_nan(""));  // stays where every output was NaN
+    }
   for (int64_t e = 0; e < r * P; ++e) g[e] = scaled[e] = T(0);  // lanes that no product writes
   for (int64_t e = 0; e < d * P; ++e) g_x[e] = T(0);
   for (int64_t l = 0; l < P; ++l) {
@@ -298,7 +307,7 @@ void attack_block(const AttackedMachine<T>& machine, const AttackSettings<T>& se
     for (int64_t l = 0; settings.select == Select::margin && l < P; ++l)
       reached[l] = margin_of(c, f, l, label[l]);
     if (last || settings.select != Select::last)
-      keep_best(settings.select, d, reached, current, value, best);
+      keep_best(settings.select, d, c, reached, current, f, value, best, best_f);
     if (last) break;
     for (int64_t e = 0; e < r * P; ++e) g[e] = T(0);
     for (int64_t l = 0; l < P; ++l) total[l] = moved[l] = T(0);
@@ -317,6 +326,7 @@ void attack_block(const AttackedMachine<T>& machine, const AttackSettings<T>& se
   }
   for (int64_t l = 0; l < rows; ++l) {
     for (int64_t t = 0; t < d; ++t) current_rows[l * d + t] = best[t * P + l];
+    for (int64_t k = 0; k < c; ++k) output_rows[l * c + k] = best_f[k * P + l];
     value_rows[l] = value[l];
     zero_rows[l] = zero[l];
   }
@@ -324,7 +334,7 @@ void attack_block(const AttackedMachine<T>& machine, const AttackSettings<T>& se
 
 template <class T>
 void attack(const AttackedMachine<T>& machine, const AttackSettings<T>& settings, int64_t m,
-            const T* x, const T* targets, T* current, T* value, int64_t* zero_gradients,
+            const T* x, const T* targets, T* current, T* value, T* outputs, int64_t* zero_gradients,
             T* workspace, int threads) {
   constexpr int W = Simd<T>::width;
   const int64_t size = attack_workspace(machine.n, machine.c, machine.d, machine.r);
@@ -334,8 +344,8 @@ void attack(const AttackedMachine<T>& machine, const AttackSettings<T>& settings
   for (int64_t i = 0; i < blocks; ++i) {
     const int64_t from = vectors * i / blocks * W, to = least(m, vectors * (i + 1) / blocks * W);
     attack_block(machine, settings, to - from, x + from * d, targets + from * machine.c,
-                 current + from * d, value + from, zero_gradients + from,
-                 workspace + thread_index() * size);
+                 current + from * d, value + from, outputs + from * machine.c,
+                 zero_gradients + from, workspace + thread_index() * size);
   }
 }
 
