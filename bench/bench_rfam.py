@@ -7,6 +7,8 @@ float64 definition that ours follow to 1e-5 is checked in tests.
     python bench/bench_rfam.py                       everything, some minutes
     python bench/bench_rfam.py --only gram solve     some parts
     python bench/bench_rfam.py --only fit --threads 2
+
+The stages are those of bench/bench_laplace_gram.py and its like, one file for each operator.
 """
 
 from __future__ import annotations
@@ -18,165 +20,14 @@ import harness
 import torch
 import torch.nn.functional as F
 from baselines import rfam as authors
+from bench_agop import agop
+from bench_kernel_solve import kernel_solve
+from bench_laplace_gram import laplace_gram
+from bench_pgd_attack import pgd_attack
+from rfam_problems import BANDWIDTH, table
 from torch import Tensor
 
-from normalign import _rfam_fit, _rfam_kernels, _rfam_pgd
-from normalign._rfam_kernels import Factor, Points, make_kernel
-from normalign._rfam_machine import project
-
-BANDWIDTH = 10.0
-
-
-def table(n: int, d: int, c: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Points and labels that depend on a few directions of them."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, d, generator=g)
-    scores = x @ torch.randn(d, c, generator=g) + (x[:, :1] * x[:, -1:])
-    return x, scores.argmax(1)
-
-
-def problem(n: int, d: int, c: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Points, one-hot labels, coefficients of a first solve, and the M that they belong to."""
-    x, labels = table(n, d, c)
-    y = F.one_hot(labels, c).float()
-    m = authors.start(x, 0.0)
-    return x, y, authors.solve(authors.gram(x, x, m, BANDWIDTH), y, 1e-2), m
-
-
-def first_points(x: Tensor) -> tuple[Tensor, Tensor, Points]:
-    """Mean, factor and points of RFAM's start."""
-    prepared = _rfam_fit.prepare(x)
-    u = project(x, prepared.mean, prepared.factor, x.dtype)
-    return prepared.mean, prepared.factor, Points(u, make_kernel("laplace", BANDWIDTH))
-
-
-def fresh(points: Points) -> Points:
-    """The same points, not yet in panels: packing them is part of every stage."""
-    return Points(points.u, points.kernel)
-
-
-def bench_gram(bench: harness.Bench, threads: int) -> None:
-    for n, d in ((5000, 30), (2000, 8)):
-        x, _ = table(n, d, 2)
-        m = authors.start(x, 0.0)
-        points = first_points(x)[2]
-        rows = _rfam_kernels.padded(n)
-        packed = torch.empty(rows * (rows + 48) // 2)
-
-        def lower(points: Points = points, packed: Tensor = packed, n: int = n) -> None:
-            p = fresh(points)
-            _rfam_kernels.native("laplace_gram_packed", torch.float32)(
-                p.kernel.code, p.kernel.exponent, n, p.u.shape[1], p.panels(threads).data_ptr(),
-                0, 1e-3, packed.data_ptr(), threads,
-            )  # fmt: skip
-
-        def full(points: Points = points) -> Tensor:
-            p = fresh(points)
-            return _rfam_kernels.gram(p, p, threads)
-
-        def check(x: Tensor = x, m: Tensor = m, full: Callable[[], Tensor] = full) -> None:
-            harness.assert_same(
-                {"authors": authors.gram(x, x, m, BANDWIDTH), "ours": full()}, "authors", 1e-2
-            )
-
-        bench.case(
-            f"gram n={n} d={d}",
-            {
-                "authors": lambda x=x, m=m: authors.gram(x, x, m, BANDWIDTH),
-                "ours, what a solve needs": lower,
-                "ours, full matrix": full,
-            },
-            "authors",
-            check=check,
-        )
-
-
-def bench_solve(bench: harness.Bench, threads: int) -> None:
-    for n in (500, 1000, 2000):
-        x, labels = table(n, 20, 3)
-        y = F.one_hot(labels, 3).float()
-        m = authors.start(x, 0.0)
-        k = authors.gram(x, x, m, BANDWIDTH)
-        k.fill_diagonal_(1.0)
-
-        def ours(k: Tensor = k, y: Tensor = y) -> Tensor:
-            factor = Factor.of_matrix(k, 1e-3, threads)
-            assert factor is not None
-            return factor.solve(y)
-
-        calls = {"authors (LU)": lambda k=k, y=y: authors.solve(k, y, 1e-3), "ours": ours}
-
-        def check(calls: dict[str, Callable[[], Tensor]] = calls) -> None:
-            answers = {name: call() for name, call in calls.items()}
-            harness.assert_same(answers, "authors (LU)", 1e-2)
-
-        bench.case(
-            f"solve n={n}", calls, "authors (LU)", check=check, memory=n == 2000,
-            flops={"authors (LU)": 2 * n**3 / 3, "ours": n**3 / 3},
-        )  # fmt: skip
-
-
-def bench_agop(bench: harness.Bench, threads: int) -> None:
-    for n, d, c in (
-        (500, 8, 2), (1000, 20, 3), (2000, 16, 3), (2000, 30, 10), (2000, 100, 10),
-        (10000, 30, 2), (500, 500, 10),
-    ):  # fmt: skip
-        big = n > 5000
-        x, labels = table(n, d, c)
-        y = F.one_hot(labels, c).float()
-        m = authors.start(x, 0.0)
-        a = y - 1 / c if big else problem(n, d, c)[2]  # no solve of 10,000 just for this
-        _, factor, points = first_points(x)
-
-        def ours(points: Points = points, a: Tensor = a) -> Tensor:
-            p = fresh(points)
-            return _rfam_kernels.agop(p, p, a, threads)
-
-        def check(
-            x: Tensor = x, a: Tensor = a, m: Tensor = m, factor: Tensor = factor,
-            ours: Callable[[], Tensor] = ours,
-        ) -> None:  # fmt: skip
-            scaled = authors.to_trace(factor @ ours() @ factor.T)
-            exact = authors.to_trace(authors.agop(x, x, a, m, BANDWIDTH))
-            harness.assert_same({"authors": exact, "ours": scaled}, "authors", 1e-2)
-
-        method = _rfam_kernels.agop_method(n, n, c, points.u.shape[1], True)
-        bench.case(
-            f"agop n={n} d={d} c={c} ({method})",
-            {"authors": lambda x=x, a=a, m=m: authors.agop(x, x, a, m, BANDWIDTH), "ours": ours},
-            "authors",
-            check=check,
-            memory=n == 2000,
-        )
-
-
-def bench_pgd(bench: harness.Bench, threads: int) -> None:
-    for n, d, c in ((150, 8, 2), (490, 16, 3), (750, 20, 3), (750, 60, 10)):
-        x, labels = table(n + n // 3, d, c)
-        x, q, labels, own = x[:n], x[n:], labels[:n], labels[n:]
-        y, target = F.one_hot(labels, c).float(), F.one_hot(own, c).float()
-        mean, factor, _points = first_points(x)
-        machine = _rfam_fit.solve_machine(x, y, mean, factor, 1e-2, BANDWIDTH)
-        m, coef = machine.feature_matrix.float(), machine.dual_coef
-        start = q + torch.empty_like(q).uniform_(-1, 1)
-
-        def theirs(q=q, own=own, x=x, coef=coef, m=m, start=start) -> Tensor:
-            return authors.pgd(q, own, x, coef, m, BANDWIDTH, 1.0, first=start)
-
-        def ours(machine=machine, q=q, target=target, start=start) -> Tensor:
-            return _rfam_pgd.pgd(machine, q, target, eps=1.0, step=0.1, iters=20, start=start).x
-
-        def check(ours=ours, theirs=theirs) -> None:
-            # Signs of gradients near 0 differ by rounding: a few coordinates take other steps.
-            same = ((ours() - theirs()).abs() < 1e-3).float().mean().item()
-            if same < 0.97:
-                msg = f"only {same:.3f} of the coordinates agree"
-                raise AssertionError(msg)
-
-        bench.case(
-            f"pgd n={n} m={len(q)} d={d} c={c}", {"authors": theirs, "ours": ours}, "authors",
-            check=check,
-        )  # fmt: skip
+from normalign import _rfam_fit, _rfam_pgd
 
 
 def bench_fit(bench: harness.Bench, threads: int) -> None:
@@ -282,10 +133,10 @@ def our_protocol(
         row = [accuracy(machine.decision(query), own)]
         for eps in authors.EPSILONS:
             start = query + torch.empty_like(query).uniform_(-eps, eps)
-            moved = _rfam_pgd.pgd(
+            found = _rfam_pgd.pgd(
                 machine, query, targets, eps=eps, step=eps / 10, iters=20, start=start
-            ).x
-            row.append(accuracy(machine.decision(moved), own))
+            )
+            row.append(accuracy(found.outputs, own))
         results.append(row)
     return best, results
 
@@ -296,7 +147,7 @@ def accuracy(outputs: Tensor, labels: Tensor) -> float:
 
 
 PARTS = {
-    "gram": bench_gram, "solve": bench_solve, "agop": bench_agop, "pgd": bench_pgd,
+    "gram": laplace_gram, "solve": kernel_solve, "agop": agop, "pgd": pgd_attack,
     "fit": bench_fit, "protocol": bench_protocol,
 }  # fmt: skip
 
