@@ -134,11 +134,8 @@ def _input_reason(chain: Chain, x: Tensor, penalty: str) -> str | None:
         return "autocast is on"
     if chain.dropouts and any(m["training"] and m["p"] > 0 for m in chain.dropouts):
         return "Dropout is active"
-    if penalty == "joint" and not chain.piecewise_linear:
-        if _gpu.serves(x.device):
-            return "the joint penalty's offset is fused for piecewise linear stacks only"
-        if not chain.homogeneous:
-            return "the joint penalty's offset needs linear pieces, or squares without bias"
+    if penalty == "joint" and not (chain.piecewise_linear or chain.homogeneous):
+        return "the joint penalty's offset needs linear pieces, or squares without bias"
     if type(x) not in (Tensor, nn.Parameter):
         return f"the input is a {type(x).__name__}, a tensor subclass"
     for linear in chain.linears:

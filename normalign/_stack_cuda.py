@@ -23,6 +23,7 @@ PENALTIES = ("orthogonal", "jacobian", "joint")
 # Must agree with csrc/cuda/stack.h.
 _FORWARD, _ADJOINT, _TANGENT, _BACKWARD = range(4)
 _FLAT = (0, 1, 2)  # activations whose second derivative is 0: identity, relu, leaky relu
+_SQUARE = 3
 
 _Activation = tuple[int, float, float]
 _Parameters = Sequence[Tensor | None]  # weight, bias, weight, ...
@@ -47,6 +48,7 @@ class GpuStack:
         self.linears = tuple(linears)
         self.activations = tuple(activations)
         self.widths = [linears[0].weight.shape[1], *(m.weight.shape[0] for m in linears)]
+        self.squares = sum(kind == _SQUARE for kind, _, _ in activations)
         self._native: dict[str, Any] = {}
 
     def native(self, device: torch.device) -> Any:
@@ -223,8 +225,12 @@ class _Wide:
         self.root, self.offsets = None, []
         if self.joint:
             self.root = penalty.clamp_min(0).sqrt()  # of the mean over the probes
-            self.offsets = self.offset(parameters, z, batch)
-            penalty = self.root.to(x.dtype) + self.offsets[-1].square().sum(1)
+            if self.stack.squares:
+                offset = self.surplus * logits
+            else:
+                self.offsets = self.offset(parameters, z, batch)
+                offset = self.offsets[-1]
+            penalty = self.root.to(x.dtype) + offset.square().sum(1)
         t = [r]
         cross: list[Tensor | None] = [None] * (last + 1)
         for l in range(1, last if self.tangent else 0):  # noqa: E741
@@ -235,6 +241,14 @@ class _Wide:
             t.append(self.stage(_TANGENT, l, q, q, count, z=z[l], u=u[l], cross=cross[l]))
         self.kept = (a, z, s, t, cross)
         return logits, penalty.mean() if mean else penalty
+
+    @property
+    def surplus(self) -> float:
+        """``1 - k`` of a stack with squares and no bias, where ``f(t x) = t^k f(x)``.
+
+        Then ``J x = k f(x)``, and the offset ``f(x) - J x`` is this times ``f(x)``.
+        """
+        return 1.0 - 2.0**self.stack.squares
 
     def offset(self, parameters: _Parameters, z: list[Tensor], batch: int) -> list[Tensor]:
         """``f(x) - J x`` of a piecewise linear stack, and what leads to it: entry l is behind l.
@@ -289,13 +303,22 @@ class _Wide:
         delta = of_logits
         grads: list[Tensor | None] = [None] * len(parameters)
         row_factor: Tensor | None = None
+        of_rows = of_penalty  # of |r|^2, whose root the joint penalty takes
         if of_penalty is not None:
             row_factor = of_penalty * factor
             if self.root is not None:
                 half = torch.where(self.root > 0, 0.5 / self.root, 0.0 * self.root)
                 row_factor = (row_factor * half).to(x.dtype)
+                of_rows = (of_penalty * half).to(x.dtype)
             if row_factor.dim() == 1:
                 row_factor = row_factor.repeat(count).unsqueeze(1)
+            if self.joint and self.stack.squares:
+                # The factor holds 2 / probes for the norms; the offset's square wants 2.
+                weighted = of_penalty * (factor * count * self.surplus**2)
+                top = weights[-1]
+                assert top is not None
+                term = (a[-1] @ top.T) * (weighted if weighted.dim() == 0 else weighted[:, None])
+                delta = term if delta is None else delta + term
         for l in range(last, 0, -1):  # noqa: E741
             weight = weights[l - 1]
             assert weight is not None
@@ -311,13 +334,13 @@ class _Wide:
                 grads[at + 1] = torch.zeros_like(bias) if delta is None else delta.sum(0)
             if l == 1:
                 break
-            term = cross[l - 1] if of_penalty is not None else None
-            if delta is None and term is None:
+            bend = cross[l - 1] if of_penalty is not None else None
+            if delta is None and bend is None:
                 continue
             product = torch.zeros_like(z[l - 1]) if delta is None else delta @ weight
             delta = self.stage(
-                _BACKWARD, l - 1, product, product, z=z[l - 1], cross=term,
-                of_penalty=of_penalty, factor=factor,
+                _BACKWARD, l - 1, product, product, z=z[l - 1], cross=bend,
+                of_penalty=of_rows, factor=factor,
             )  # fmt: skip
         if self.offsets and of_penalty is not None:
             # The factor holds 2 / probes for the norms; the offset's square wants 2.

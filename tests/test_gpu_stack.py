@@ -208,6 +208,21 @@ def test_joint(device, dtype, reduction, activation, bias):
         _check(_mlp(widths, activation, bias), x, v, "joint", reduction)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("parts", ["both", "logits", "penalty"])
+def test_joint_of_squares(device, dtype, reduction, parts):
+    """Modular addition's network: the offset follows from homogeneity."""
+    x, probes = _data(6, 4, 10, dtype, device, probes=2)
+    _check(Square([6, 9, 4]), x, probes, "joint", reduction, parts)
+    model = Square([6, 9, 4]).to(x)
+    model.first = nn.Linear(6, 9).to(x)
+    with pytest.raises(RuntimeError, match="linear pieces, or squares without bias"):
+        normalign.grokalign(
+            model, x, penalty="joint", probe_vectors=probes, implementation="native"
+        )
+
+
 @pytest.mark.parametrize("parts", ["logits", "penalty"])
 def test_joint_with_a_missing_gradient(device, parts):
     x, probes = _data(6, 4, 10, torch.float64, device)
@@ -239,7 +254,7 @@ def test_joint_of_a_dead_net_and_of_tiny_weights(device):
 def test_joint_of_a_curved_net_takes_the_general_path(device):
     model = _mlp([5, 12, 3], "gelu").to(device)
     x, probes = _data(5, 3, 9, torch.float32, device)
-    with pytest.raises(RuntimeError, match="joint penalty's offset is fused for piecewise linear"):
+    with pytest.raises(RuntimeError, match="joint penalty's offset needs linear pieces"):
         normalign.grokalign(
             model, x, penalty="joint", probe_vectors=probes, implementation="native"
         )
