@@ -103,13 +103,15 @@ def initial_factor(x: Tensor, alpha: float, weight: Tensor | None = None) -> tup
     n, d = x.shape
     # Any point near the middle serves as centre; its rounding is taken out of the covariance.
     mean = weighted_mean(x, weight).to(x.dtype)
-    centred = x.double() - mean.double()
-    rest = weighted_mean(centred, weight)
-    count = float(n) if weight is None else float(weight.double().sum())
     if alpha < 1.0:
-        centred = centred - rest
+        centred = x.double()
+        centred = centred.clone() if centred is x else centred
+        centred -= mean
+        centred -= weighted_mean(centred, weight)
+        count = float(n)
         if weight is not None:
-            centred = centred * weight.double().sqrt().unsqueeze(1)
+            count = float(weight.double().sum())
+            centred *= weight.double().sqrt().unsqueeze(1)
         covariance = centred.T @ centred / (count - 1 if count > 1 else 1)
         matrix = (1 - alpha) * covariance
         matrix.diagonal().add_(alpha)

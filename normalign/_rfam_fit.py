@@ -171,6 +171,9 @@ def fit(
         x, y, mean, make_kernel(kernel, bandwidth), reg, sample_weight,
         threads or _dispatch.threads(),
     )  # fmt: skip
+    if system.native and n_iter > 1:  # at once: growing would leave a hole behind
+        sizes = (*y.shape, factor.shape[1], system.threads, x.element_size())
+        system.scratch.take(_rfam_kernels.agop_bytes(*sizes))
     result: FitResult | None = None
     best: float | None = None
     history: list[dict[str, Any]] = []
@@ -178,6 +181,8 @@ def fit(
         start = time.perf_counter()
         last = i + 1 == n_iter
         # Without an update to follow, a float32 solution is as good as float32 predictions.
+        if evaluate is None:
+            result = None  # the machine before leaves its memory
         found = system.solve(factor, refine=not last)
         machine = _machine(found, mean, factor, bandwidth, kernel)
         score = None
@@ -199,6 +204,7 @@ def fit(
                 "seconds": time.perf_counter() - start,
             }
         )
+        del found, machine
         if tol is not None and change is not None and change < tol:
             break
     assert result is not None

@@ -342,6 +342,20 @@ def _class_groups(n: int, c: int, width: int, copies: int) -> list[tuple[int, in
     return [(k, min(c, k + step)) for k in range(0, c, step)]
 
 
+def agop_bytes(n: int, c: int, width: int, threads: int, itemsize: int) -> int:
+    """What ``agop`` works in at a machine's own points."""
+    if min(n, c, width) == 0:
+        return 0
+    panel: int = _load._C.panel
+    row = _row(width)
+    if agop_method(n, n, c, width, True) == "gram":
+        own = (panel + 1) * padded(n) + (panel + width) * row
+        return itemsize * (padded(n) * (padded(n) + 2 * c + row) + threads * own)
+    step = max(last - first for first, last in _class_groups(n, c, width, threads + 1))
+    arrays = (threads + 1) * padded(n) * _row(step * (width + 1))
+    return itemsize * (arrays + threads * (panel * step + width) * row)
+
+
 def _addresses(x: Points, scratch: Scratch, *counts: int) -> list[int]:
     """Places for arrays of so many elements, whole cache lines each, in the scratch."""
     size = x.u.element_size()

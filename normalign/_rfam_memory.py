@@ -6,10 +6,12 @@ import math
 import os
 import re
 
+from normalign import _dispatch, _load
+from normalign._rfam_kernels import agop_bytes, padded
+
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-# n x n matrices of the data's dtype. The packed factor takes about .55 of one; the AGOP's Gram form
-# (many columns times classes) and a float64 factor where float32 would not do need the rest.
-MATRICES = 1.05
+# Bytes that a fit takes however small it is: torch's and the libraries' own, and tables of ours.
+LEAST = 1 << 18
 
 
 def parse_bytes(limit: float | str) -> int:
@@ -46,13 +48,26 @@ def available_memory() -> int | None:
 
 
 def fit_bytes(rows: int, features: int, outputs: int, itemsize: int) -> int:
-    """Peak bytes of a fit beyond the caller's data.
+    """Peak bytes of a fit beyond the caller's data, one thread.
 
-    One ``n x n`` matrix, some arrays of the size of the data and of the targets, and the
-    ``d x d`` feature matrix with its factor.
+    By the kernels of the CPU: half of an ``n x n`` matrix (a whole one where the AGOP takes its
+    Gram form), some arrays of the size of the data and of the targets, and ``d x d`` matrices. A
+    float32 fit takes twice the matrix where only a factor in float64 will do: for duplicates with
+    next to no ridge, or columns whose range float32 can't hold.
     """
-    per_row = 6 * min(rows, features) + 2 * features + 6 * outputs
-    return int(itemsize * (MATRICES * rows**2 + rows * per_row + 4 * features**2))
+    n, d, c = rows, features, outputs
+    r = min(n, d)
+    # Mean and covariance, in float64; a rank below d takes an eigendecomposition.
+    start = 8 * (n * d + (4 if n > d else 7) * d * d)
+    small = 8 * d * r * (6 if n > d else 9)
+    if _load.cpu_error is not None or _dispatch.implementation() == "reference":
+        # Float64, with (n, n, c) and pieces of (n, n, d) arrays: an upper bound.
+        return LEAST + start + 8 * ((8 + 8 * c) * n * n + 3 * min(n * n * d, 1 << 22))
+    # Points in factor space, row-major and in panels, and coefficients: of the machine at work and,
+    # where validation chooses, of the best one.
+    machine = 2 * ((n + padded(n)) * r + n * c) * itemsize
+    solve: int = _load._C.rfam_solve_workspace(n, d, r, c, 1, itemsize)
+    return LEAST + max(start, small + machine + max(solve, agop_bytes(n, c, r, 1, itemsize)))
 
 
 def rows_that_fit(limit: int, features: int, outputs: int, itemsize: int) -> int:

@@ -149,13 +149,14 @@ class System:
         targets = self.y.double()
         ridge = self.reg if self.weight is None else (self.reg / self.weight.double()).unsqueeze(1)
         coef = factor.solve(self.y).double()
-        before = float("inf")
+        before = 1.0
         for _ in range(12):
             residual = targets - _rfam_kernels.matvec_symmetric(x, coef, self.threads)
             correction = factor.solve((residual - ridge * coef).float()).double()
             coef += correction
             size = float(correction.abs().max() / coef.abs().max().clamp(min=1e-300))
-            if size <= 1e-9:
+            # Each correction is a factor smaller than the one before, and so is what it leaves.
+            if size**2 <= 1e-9 * before:
                 return coef
             if not size < 0.5 * before:
                 return None

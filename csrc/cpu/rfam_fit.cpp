@@ -108,16 +108,16 @@ struct Corrections {
   double *panels, *coef, *product, *own;
 };
 
-// Adds corrections by residuals in float64 to the solution in `rhs`, until one is below `small`:
-// a correction of 1e-3 leaves an error of about 1e-6, the square of it.
+// Adds corrections by residuals in float64 to the solution in `rhs`. Each is a factor smaller than
+// the one before (the solution itself, relative to which they are measured); so is what it leaves.
 bool correct(const KernelSystem<float>& s, const float* u, const float* packed,
              const float* inverse, float* rhs, const Corrections& work, int threads) {
-  constexpr double small = 1e-3;
+  constexpr double goal = 1e-6;
   constexpr int most = 12;
   const int64_t rows = panels_of(s.n) * P, stride = row_length(s.c);
   widen(s, u, work.panels);
   for (int64_t e = 0; e < rows * stride; ++e) work.coef[e] = rhs[e];
-  double before = __builtin_inf();
+  double before = 1;
   for (int round = 0; round < most; ++round) {
     Kernels<double>::laplace.matvec_symmetric(s.kernel, s.exponent, s.n, s.c, s.r, work.panels,
                                               work.coef, work.product, stride, work.own, threads);
@@ -132,7 +132,7 @@ bool correct(const KernelSystem<float>& s, const float* u, const float* packed,
     for (int64_t e = 0; e < rows * stride; ++e) work.coef[e] += rhs[e];
     const double top = largest_size(rows * stride, work.coef);
     const double size = largest_size(rows * stride, rhs) / (top > 1e-300 ? top : 1e-300);
-    if (size <= small) return true;
+    if (size * size <= goal * before) return true;
     if (!(size < 0.5 * before)) return false;
     before = size;
     for (int64_t e = 0; e < rows * stride; ++e) rhs[e] = 0.f;
