@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -253,6 +253,7 @@ def jacobian(x: Points, z: Points, coef: Tensor, threads: int) -> Tensor:
     return out
 
 
+@lru_cache(maxsize=256)
 def agop_method(m: int, n: int, c: int, width: int, square: bool, threads: int = 1) -> str:
     """The exact form that is predicted to be fastest."""
     if not square:
@@ -333,13 +334,14 @@ def _address(t: Tensor | None) -> int:
 SMALL = 1 << 18
 
 
-def _class_groups(n: int, c: int, width: int, copies: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=256)
+def _class_groups(n: int, c: int, width: int, copies: int) -> tuple[tuple[int, int], ...]:
     """The fewest ranges of classes whose arrays take little beside n^2 / 2, of equal length."""
     budget = max(n * n // 2, n * max(width + 1, 128), SMALL)
     rows = copies * padded(n)
     steps = (-(-c // ranges) for ranges in range(1, c + 1))
     step = next((s for s in steps if rows * _row(s * (width + 1)) <= budget), 1)
-    return [(k, min(c, k + step)) for k in range(0, c, step)]
+    return tuple((k, min(c, k + step)) for k in range(0, c, step))
 
 
 def agop_bytes(n: int, c: int, width: int, threads: int, itemsize: int) -> int:
@@ -347,12 +349,15 @@ def agop_bytes(n: int, c: int, width: int, threads: int, itemsize: int) -> int:
     if min(n, c, width) == 0:
         return 0
     panel: int = _load._C.panel
-    row = _row(width)
-    if agop_method(n, n, c, width, True) == "gram":
-        own = (panel + 1) * padded(n) + (panel + width) * row
-        return itemsize * (padded(n) * (padded(n) + 2 * c + row) + threads * own)
-    step = max(last - first for first, last in _class_groups(n, c, width, threads + 1))
-    arrays = (threads + 1) * padded(n) * _row(step * (width + 1))
+    rows, row = padded(n), _row(width)
+    method = agop_method(n, n, c, width, True, threads)
+    if method == "gram":
+        own = (panel + 1) * rows + (panel + width) * row
+        return itemsize * (rows * (rows + 2 * c + row) + threads * own)
+    groups = _class_groups(n, c, width, threads + 1 if method == "tiles" else 1)
+    step = max(last - first for first, last in groups)
+    sums = threads * (rows if method == "tiles" else panel)
+    arrays = (rows + sums) * _row(step * (width + 1))
     return itemsize * (arrays + threads * (panel * step + width) * row)
 
 
