@@ -81,6 +81,18 @@ def test_uncorrected_errors_stay_below_their_estimate(n):
     assert np.abs(found.coef.numpy() - coef).max() < estimate / 3 * np.abs(coef).max()
 
 
+@pytest.mark.parametrize("n", [151, 331, 600])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_a_correction_leaves(n, threads):
+    x, y, mean, factor = _problem(n)
+    system = System(x, y, mean, make_kernel("laplace", 10.0), 1e-3, None, threads)
+    found = system.solve(factor)
+    u = found.points.u.double().numpy()  # as they were rounded
+    coef = np.linalg.solve(_kernel(u, u, 10.0) + 1e-3 * np.eye(n), y.double().numpy())
+    # The rounding to float32; without a correction it is 2e-5 to 2e-4.
+    assert np.abs(found.coef.numpy() - coef).max() < 2e-7 * np.abs(coef).max()
+
+
 @pytest.mark.parametrize("n", [150, 300])
 def test_points_that_nearly_coincide_are_solved_in_float64(n):
     x, y, mean, factor = _problem(n // 2)
