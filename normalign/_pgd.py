@@ -180,7 +180,7 @@ def run(
         best, outcome.wrong = margins(outputs, labels), misclassified(outputs, labels)
     for _ in range(settings.restarts):
         # Drawn for all rows, attacked or not, so that one row's start never depends on another.
-        start = _bounded(_start(x, scale, settings, generator), bounds)
+        start = _bounded(first_iterate(x, scale, settings, generator), bounds)
         active = torch.nonzero(~outcome.wrong)[:, 0]
         if not len(active):
             break
@@ -255,7 +255,10 @@ def _expand(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(-1, *[1] * (like.dim() - 1))
 
 
-def _start(x: Tensor, scale: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
+def first_iterate(
+    x: Tensor, scale: Tensor, settings: Settings, generator: torch.Generator
+) -> Tensor:
+    """Where an attack starts: at random in the region, or at ``x``."""
     if not settings.random_start:
         return x.clone()
     if settings.norm == "linf":

@@ -41,7 +41,7 @@ class Problem:
     reg: float
 
 
-def _padded(parts: Sequence[Array], fill: float = 0) -> Array:
+def padded(parts: Sequence[Array], fill: float = 0) -> Array:
     """The arrays one after another, each filled up to the largest size."""
     shape = np.max([part.shape for part in parts], axis=0)
     out = np.full((len(parts), *shape), fill, dtype=parts[0].dtype)
@@ -79,9 +79,9 @@ class Tables:
             part.numpy().mean(0, dtype=np.float64).astype(part.numpy().dtype).astype(np.float64)
             for part in x
         ]
-        self.mean = _padded(means)
+        self.mean = padded(means)
         self.x = self.centred(x)  # (t, n, d)
-        self.targets = self.upload(_padded([_wide(part).T for part in targets]))  # (t, c, n)
+        self.targets = self.upload(padded([_wide(part).T for part in targets]))  # (t, c, n)
 
     def upload(self, array: Array) -> Tensor:
         """A copy on the device."""
@@ -90,7 +90,7 @@ class Tables:
     def centred(self, x: Sequence[Tensor]) -> Tensor:
         """Points of each table less its mean, shape ``(t, m, d)``."""
         parts = [_wide(p) - mean[: p.shape[1]] for p, mean in zip(x, self.mean, strict=True)]
-        return self.upload(_padded(parts))
+        return self.upload(padded(parts))
 
     def pick(self, index: Sequence[int], values: Sequence[int]) -> Tensor:
         """A number of each problem's table, int32."""
@@ -104,10 +104,10 @@ class Tables:
                 factor = initial_factor(self.raw[p.table], p.alpha)[1]
                 made[p.table, p.alpha] = factor.numpy()
         parts = [made[p.table, p.alpha] for p in problems]
-        factors = _padded(parts)
+        factors = padded(parts)
         rows = self.x.shape[2] - factors.shape[1]
-        padded = np.pad(factors, ((0, 0), (0, rows), (0, 0)))
-        return self.upload(padded), [part.shape[1] for part in parts]
+        factors = np.pad(factors, ((0, 0), (0, rows), (0, 0)))
+        return self.upload(factors), [part.shape[1] for part in parts]
 
 
 class Queries:
@@ -126,11 +126,11 @@ class Queries:
         self.x = tables.centred(x)
         self.classes = expected[0].ndim == 1
         # No output's place is -1: points that only fill up are never right.
-        self.padded = tables.upload(_padded(self.expected, -1 if self.classes else 0))
+        self.filled = tables.upload(padded(self.expected, -1 if self.classes else 0))
 
     def sums(self, outputs: Tensor, index: Tensor) -> Tensor:
         """How many are right, or the sum of squared errors, of each problem: ``(B,)``."""
-        expected = self.padded[index]
+        expected = self.filled[index]
         if self.classes:
             return (outputs.argmax(2) == expected).sum(1)
         return (outputs - expected).square_().sum((1, 2))

@@ -19,8 +19,9 @@ from sklearn.utils.multiclass import type_of_target
 from normalign._attack_input import attack_settings
 from normalign._checks import check_choice, check_count, check_positive
 from normalign._pgd import Settings
+from normalign._sweep_batch import TableTask, applies, run
 from normalign._sweep_runner import ResultFile, Row, Task, fingerprint, run_tasks
-from normalign._sweep_task import Common, FoldTask, columns, run_fold
+from normalign._sweep_task import Common, FoldTask, columns
 
 __all__ = ["SweepResult", "sweep"]
 
@@ -132,7 +133,7 @@ def sweep(
         }
     )
     file = ResultFile(out, [*KEYS, *columns(radii)], KEYS, digest, retry_failed=retry_failed)
-    rows = run_tasks(tasks, run_fold, file, n_jobs=n_jobs, threads=threads, progress=progress)
+    rows = run_tasks(tasks, run, file, n_jobs=n_jobs, threads=threads, progress=progress)
     return SweepResult(rows)
 
 
@@ -226,8 +227,10 @@ def _tasks(
         check_choice("preprocess", preprocess, ("auto",))
     data = X if hasattr(X, "iloc") else np.asarray(X)
     tasks = []
+    payloads: dict[int, FoldTask] = {}
     for fold, (train, test) in enumerate(_splits(X, y, classes, folds, common.seed)):
         payload = FoldTask(data, y, classes, train, test, transformer, common)
+        payloads[fold] = payload
         d, c = data.shape[1], classes or y.shape[1]
         solves = common.n_iter * (len(train) ** 3 / 3 + len(train) ** 2 * (20 + 2 * c * d))
         attacks = len(common.eps) * common.attack.steps * common.attack.restarts
@@ -235,7 +238,16 @@ def _tasks(
         for group in grid:
             keys = [{"table": name, "fold": fold, **setting} for setting in group]
             tasks.append(Task(keys, payload, len(group) * (solves + pairs)))
-    return tasks
+    if not applies(common, max(len(payload.train) for payload in payloads.values())):
+        return tasks
+    # One task for each bandwidth and kernel: a GPU takes all folds, alpha and reg at once.
+    merged: dict[tuple[float, str], Task] = {}
+    for task in tasks:
+        shared = task.keys[0]["bandwidth"], str(task.keys[0]["kernel"])
+        whole = merged.setdefault(shared, Task([], TableTask(payloads), 0.0))
+        whole.keys.extend(task.keys)
+        whole.cost += task.cost
+    return list(merged.values())
 
 
 def _transformer(X: Any) -> Any:

@@ -217,7 +217,7 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-def _run_one(work: Work, task: Task, missing: list[Row], threads: int) -> list[Row]:
+def run_one(work: Work, task: Task, missing: list[Row], threads: int) -> list[Row]:
     """Runs in the worker; a failure becomes the ``error`` of the rows that it leaves open."""
     rows: list[Row] = []
     try:
@@ -293,4 +293,4 @@ def run_tasks(
 def _run_indexed(
     index: int, work: Work, task: Task, missing: list[Row], threads: int
 ) -> tuple[int, list[Row]]:
-    return index, _run_one(work, task, missing, threads)
+    return index, run_one(work, task, missing, threads)

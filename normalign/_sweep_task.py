@@ -70,7 +70,9 @@ def _rows(X: Any, rows: Array) -> Any:
     return X.iloc[rows] if hasattr(X, "iloc") else X[rows]
 
 
-def _features(task: FoldTask, train: Array, others: list[Array]) -> list[torch.Tensor]:
+def features(
+    task: FoldTask, train: Array, others: list[Array], device: torch.device
+) -> list[torch.Tensor]:
     """Training, validation and test features, scaled by the training rows alone."""
     transformer = None if task.preprocess is None else clone(task.preprocess)
     if transformer is not None:
@@ -88,20 +90,27 @@ def _features(task: FoldTask, train: Array, others: list[Array]) -> list[torch.T
         if not np.isfinite(array).all():
             msg = "the features hold NaN or infinity; impute them with preprocess="
             raise ValueError(msg)
-        tensors.append(torch.from_numpy(array).to(task.common.device))
+        tensors.append(torch.from_numpy(array).to(device))
     return tensors
+
+
+def split_rows(task: FoldTask) -> tuple[Array, Array]:
+    """Rows to train on, and those that choose the iteration."""
+    common = task.common
+    if common.validation_fraction is None:
+        return task.train, np.empty(0, dtype=np.int64)
+    train, valid = train_test_split(
+        task.train, test_size=common.validation_fraction, random_state=common.seed
+    )
+    return train, valid
 
 
 def run_fold(task: FoldTask, missing: list[Row]) -> Iterator[Row]:
     """Fits, scores and attacks; yields one row for each key, whose reg differ alone."""
     common = task.common
-    train, valid = task.train, np.empty(0, dtype=np.int64)
-    if common.validation_fraction is not None:
-        train, valid = train_test_split(
-            train, test_size=common.validation_fraction, random_state=common.seed
-        )
-    X, X_valid, X_test = _features(task, train, [valid, task.test])
-    targets, intercept = _targets(task, train, X.dtype)
+    train, valid = split_rows(task)
+    X, X_valid, X_test = features(task, train, [valid, task.test], torch.device(common.device))
+    targets, intercept = target_values(task, train, X.dtype)
     targets = targets.to(X.device)
     n, d = X.shape
     check_memory(n, d, targets.shape[1], X.element_size(), common.memory_limit)
@@ -147,10 +156,15 @@ def run_fold(task: FoldTask, missing: list[Row]) -> Iterator[Row]:
             labels = torch.from_numpy(task.y[task.test]).to(X.device)
             row.update(_robustness(machine, X_test, labels, common))
         row["seconds"] = time.perf_counter() - start
-        yield {name: "" if value is None else value for name, value in row.items()}
+        yield result_row(row)
 
 
-def _targets(task: FoldTask, train: Array, dtype: torch.dtype) -> tuple[torch.Tensor, Array]:
+def result_row(row: Row) -> Row:
+    """A row as it is written: empty where there is no value."""
+    return {name: "" if value is None else value for name, value in row.items()}
+
+
+def target_values(task: FoldTask, train: Array, dtype: torch.dtype) -> tuple[torch.Tensor, Array]:
     """One-hot labels, or centred targets with their mean."""
     if task.classes:
         one_hot = torch.nn.functional.one_hot(torch.from_numpy(task.y[train]), task.classes)
