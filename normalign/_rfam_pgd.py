@@ -116,8 +116,8 @@ def pgd(
             lower=lower, upper=upper, select=select,
         )  # fmt: skip
         results = found.points, found.value, found.outputs, found.zero_gradients
-        moved, value, outputs, zero = (result[0, 0] for result in results)
-        return Attack(moved.to(x.dtype), value, outputs, zero)
+        *values, zero = (result[0, 0] for result in results)
+        return Attack(*(t.to(x.dtype) for t in values), zero)
     if x.device.type == "cpu" and not points.gpu and points.reason is None:
         bounds = (lower, upper)
         return _native(machine, x, targets, current, eps, step, iters, loss, norm, bounds, select)
