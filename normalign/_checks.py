@@ -28,14 +28,16 @@ def check_like(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[int | None, ...]) -> None:
     """Requires a shape; ``None`` stands for any size."""
-    shape = tuple(tensor.shape)
-    fits = len(shape) == len(expected) and all(
-        e is None or s == e for s, e in zip(shape, expected, strict=True)
-    )
-    if not fits:
-        text = "(" + ", ".join("any" if e is None else str(e) for e in expected) + ")"
-        msg = f"{name} must have shape {text}, got {shape}"
-        raise ValueError(msg)
+    shape = tensor.shape
+    if len(shape) == len(expected):
+        for size, e in zip(shape, expected, strict=True):
+            if e is not None and size != e:
+                break
+        else:
+            return
+    text = "(" + ", ".join("any" if e is None else str(e) for e in expected) + ")"
+    msg = f"{name} must have shape {text}, got {tuple(shape)}"
+    raise ValueError(msg)
 
 
 def check_positive(name: str, value: float) -> None:

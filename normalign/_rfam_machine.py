@@ -34,6 +34,7 @@ class Machine:
     kernel: str | float = "laplace"
     jitter: float = 0.0
     _packed: Points | None = field(default=None, repr=False, compare=False)
+    _cast: tuple[Tensor, Tensor] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def feature_matrix(self) -> Tensor:
@@ -46,6 +47,14 @@ class Machine:
         if self._packed is None:
             self._packed = Points(self.points, make_kernel(self.kernel, self.bandwidth))
         return self._packed
+
+    @property
+    def projection(self) -> tuple[Tensor, Tensor]:
+        """Mean and factor in the dtype of the computation, contiguous; made once."""
+        if self._cast is None:
+            dtype = self.points.dtype
+            self._cast = self.mean.to(dtype).contiguous(), self.factor.to(dtype).contiguous()
+        return self._cast
 
     def project(self, x: Tensor) -> Points:
         """``(x - mean) F``, shape ``(m, r)``."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from normalign import _dispatch, _load, _rfam_attack_cuda
 from normalign._checks import check_choice, check_count, check_shape
 from normalign._rfam_kernels import machine_tuple, native
-from normalign._rfam_machine import Machine
+from normalign._rfam_machine import Machine, on_cpu_kernels
 
 LOSSES = ("mse", "margin", "cross_entropy")
 NORMS = ("linf", "l2")
@@ -108,9 +108,11 @@ def pgd(
     if norm == "l2" and (isinstance(eps, Tensor) or isinstance(step, Tensor)):
         msg = "eps and step must be numbers with norm='l2', got a tensor"
         raise TypeError(msg)
-    current = x.clone() if start is None else start.clone()
-    points = machine.packed
-    if points.gpu and _rfam_attack_cuda.serves(machine):
+    current = (x if start is None else start).to(x.dtype, copy=True)
+    if on_cpu_kernels(x, machine.points):
+        bounds = (lower, upper)
+        return _native(machine, x, targets, current, eps, step, iters, loss, norm, bounds, select)
+    if machine.packed.gpu and _rfam_attack_cuda.serves(machine):
         found = _rfam_attack_cuda.attack_machine(
             machine, x, targets, current, eps, step, iterations=iters, loss=loss, norm=norm,
             lower=lower, upper=upper, select=select,
@@ -118,9 +120,6 @@ def pgd(
         results = found.points, found.value, found.outputs, found.zero_gradients
         *values, zero = (result[0, 0] for result in results)
         return Attack(*(t.to(x.dtype) for t in values), zero)
-    if x.device.type == "cpu" and not points.gpu and points.reason is None:
-        bounds = (lower, upper)
-        return _native(machine, x, targets, current, eps, step, iters, loss, norm, bounds, select)
     value = x.new_full((x.shape[0],), -torch.inf)
     best = current.clone()
     outputs = x.new_full(targets.shape, torch.nan)
@@ -169,8 +168,7 @@ def _native(
     c, threads = machine.dual_coef.shape[1], _dispatch.threads()
     clean, targets = x.to(dtype).contiguous(), targets.to(dtype).contiguous()
     current = current.to(dtype).contiguous()
-    mean = machine.mean.to(dtype).contiguous()
-    factor = machine.factor.to(dtype).contiguous()
+    mean, factor = machine.projection
     coef = machine.dual_coef.contiguous()
     # One for each feature, or none and a number for all.
     vectors = [
