@@ -62,13 +62,14 @@ py::tuple solve(const MachineTuple& machine, Address x, int64_t ldx, Address y, 
   T* pp = pointer<T>("panels", panels, system.n * system.r);
   T* cp = pointer<T>("coef", coef, system.n);
   void* wp = pointer<char>("workspace", workspace, system.n);
-  T pivots[2] = {T(0), T(0)};
+  T pivots[2] = {T(0), T(0)}, largest = T(0);
   Solved status;
   {
     py::gil_scoped_release release;
-    status = fit_table<T>().solve(system, rules, refine, up, pp, cp, pivots, wp, threads);
+    status = fit_table<T>().solve(system, rules, refine, up, pp, cp, pivots, &largest, wp, threads);
   }
-  return py::make_tuple(static_cast<int>(status), static_cast<double>(pivots[0]));
+  return py::make_tuple(static_cast<int>(status), static_cast<double>(pivots[0]),
+                        static_cast<double>(largest));
 }
 
 template <class T>

@@ -40,9 +40,9 @@ struct RfamFitOf {
   // u (n, r), its panels and coef (n, c). In float32 with `refine`, an error above rules.stand is
   // taken out by residuals in float64, or where points are few, by a factor in float64. The
   // workspace, of rfam_solve_workspace bytes, starts with the factor and the reciprocals of its
-  // diagonal (csrc/cholesky.h); pivots: least and greatest.
+  // diagonal (csrc/cholesky.h). pivots: least and greatest; largest: absolute value in coef.
   Solved (*solve)(const KernelSystem<T>& system, const Float32Rules& rules, bool refine, T* u,
-                  T* panels, T* coef, T* pivots, void* workspace, int threads);
+                  T* panels, T* coef, T* pivots, T* largest, void* workspace, int threads);
   // out (m, c) = K(x, z) coef with z_panels (n, r). workspace: rfam_predict_workspace bytes.
   void (*predict)(const KernelSystem<T>& machine, int64_t m, const T* x, int64_t ldx,
                   const T* z_panels, const T* coef, T* out, void* workspace, int threads);

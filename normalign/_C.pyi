@@ -421,7 +421,7 @@ def rfam_solve_f32(
     coef: int,
     workspace: int,
     threads: int,
-) -> tuple[int, float]: ...
+) -> tuple[int, float, float]: ...
 def rfam_solve_f64(
     machine: tuple[object, ...],
     x: int,
@@ -436,7 +436,7 @@ def rfam_solve_f64(
     coef: int,
     workspace: int,
     threads: int,
-) -> tuple[int, float]: ...
+) -> tuple[int, float, float]: ...
 def rfam_predict_f32(
     machine: tuple[object, ...],
     m: int,

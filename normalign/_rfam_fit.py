@@ -193,7 +193,7 @@ def fit(
             result, best = FitResult(machine, history, i), score
         change = None
         if not last:  # nobody reads an update after the last solve
-            updated, change = _update(system, machine, agop_samples, generator)
+            updated, change = _update(system, found, factor, agop_samples, generator)
             factor = factor if updated is None else updated
         history.append(
             {
@@ -212,15 +212,22 @@ def fit(
 
 
 def _update(
-    system: System, machine: Machine, samples: int | None, generator: torch.Generator | None
-) -> tuple[Tensor | None, float]:
+    system: System, found: Solution, factor: Tensor, samples: int | None,
+    generator: torch.Generator | None,
+) -> tuple[Tensor | None, float]:  # fmt: skip
     """The next factor and its change; None where all gradients vanish, which leaves M as it is."""
-    points, weight = machine.packed, system.weight
+    z, weight = found.points, system.weight
+    if samples is None and found.size and z.u.shape[1]:
+        (n, c), width = found.coef.shape, z.u.shape[1]
+        method = _rfam_kernels.agop_method(n, n, c, width, True, system.threads)
+        agop, _ = _rfam_kernels.agop_scaled(
+            z, z, found.coef, found.size, system.threads, weight, method, system.scratch
+        )
+        return next_factor(factor, agop)
+    points = z
     if samples is not None:
-        rows = torch.randint(points.u.shape[0], (samples,), generator=generator)
-        points = Points(points.u[rows], points.kernel)
+        rows = torch.randint(z.u.shape[0], (samples,), generator=generator)
+        points = Points(z.u[rows], z.kernel)
         weight = None if weight is None else weight[rows]
-    agop = _rfam_kernels.agop(
-        points, machine.packed, machine.dual_coef, system.threads, weight, scratch=system.scratch
-    )
-    return next_factor(machine.factor, agop)
+    agop = _rfam_kernels.agop(points, z, found.coef, system.threads, weight, scratch=system.scratch)
+    return next_factor(factor, agop)

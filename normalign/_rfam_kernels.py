@@ -311,19 +311,31 @@ def agop(
     if method in ("tiles", "gram") and x is not z:
         msg = f"method={method!r} needs gradients at the machine's own points; use 'streamed'"
         raise ValueError(msg)
-    # Coefficients near 1: products of tiny or huge ones would leave the range of float32.
     size = float(coef.abs().max())
     if not size > 0:
         return x.u.new_zeros(width, width, dtype=torch.float64)
-    if 1e-3 < size < 1e3:
-        size = 1.0
-    else:
-        coef = coef / size
     if weight is not None:
         weight = weight.to(x.u.dtype).contiguous()
-    f = {"tiles": _tiles, "streamed": _streamed, "gram": _gram}[method]
-    r = f(x, z, coef.contiguous(), threads, weight, scratch or Scratch())
-    return r * (size * kernel.weight_scale) ** 2
+    r, scale = agop_scaled(x, z, coef, size, threads, weight, method, scratch or Scratch())
+    return r * (scale * kernel.weight_scale) ** 2
+
+
+def agop_scaled(
+    x: Points, z: Points, coef: Tensor, size: float, threads: int, weight: Tensor | None,
+    method: str, scratch: Scratch,
+) -> tuple[Tensor, float]:  # fmt: skip
+    """``agop`` up to a factor, by a native form; the factor without the kernel's ``weight_scale``.
+
+    ``size`` is the largest coefficient, not 0; the weight has the dtype of the points.
+    """
+    scale = 1.0
+    if not 1e-3 < size < 1e3:  # products of tiny or huge ones would leave the range of float32
+        coef, scale = coef / size, size
+    if method == "tiles":
+        return _tiles(x, z, coef.contiguous(), threads, weight, scratch), scale
+    if method == "streamed":
+        return _streamed(x, z, coef.contiguous(), threads, weight, scratch), scale
+    return _gram(x, z, coef.contiguous(), threads, weight, scratch), scale
 
 
 def _address(t: Tensor | None) -> int:
@@ -383,7 +395,7 @@ def _tiles(
             x, scratch, padded(n) * row, threads * padded(n) * row,
             threads * (_load._C.panel * c + width) * _row(width),
         )  # fmt: skip
-        r = x.u.new_empty(threads, width, width, dtype=torch.float64)
+        r = _sums(x, threads)
         native("agop_tiles", x.u.dtype)(
             x.kernel.code, x.kernel.exponent, n, c, width, x.panels(threads).data_ptr(),
             x.u.data_ptr(), part.data_ptr(), coef.stride(0), _address(weight), values, sums,
@@ -405,7 +417,7 @@ def _streamed(
             x, scratch, padded(n) * row, threads * _load._C.panel * row,
             threads * (_load._C.panel * c + width) * _row(width),
         )  # fmt: skip
-        r = x.u.new_empty(threads, width, width, dtype=torch.float64)
+        r = _sums(x, threads)
         native("agop_streamed", x.u.dtype)(
             x.kernel.code, x.kernel.exponent, m, n, c, width, x.panels(threads).data_ptr(),
             x.u.data_ptr(), z.panels(threads).data_ptr(), z.u.data_ptr(), part.data_ptr(),
@@ -415,10 +427,17 @@ def _streamed(
     return _sum(totals)
 
 
+def _sums(x: Points, threads: int) -> Tensor:
+    """Where each thread adds up its ``(r, r)``."""
+    width = x.u.shape[1]
+    shape = (width, width) if threads == 1 else (threads, width, width)
+    return torch.empty(shape, dtype=torch.float64)
+
+
 def _sum(parts: list[Tensor]) -> Tensor:
-    """The sum of matrices ``(threads, r, r)``."""
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return whole[0] if whole.shape[0] == 1 else whole.sum(0)
+    """What ranges of classes and threads add up to, ``(r, r)``."""
+    parts = [part if part.dim() == 2 else part.sum(0) for part in parts]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def _gram(

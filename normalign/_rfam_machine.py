@@ -63,28 +63,26 @@ class Machine:
 
     def decision(self, x: Tensor, chunk: int | None = None) -> Tensor:
         """``f(x)``, shape ``(m, c)``; ``chunk`` rows at a time."""
-        chunk = chunk or max(1, x.shape[0])
-        if x.shape[0] <= chunk:
-            return self._outputs(x).to(x.dtype)
-        return torch.cat([self._outputs(rows) for rows in x.split(chunk)]).to(x.dtype)
+        if chunk is None or x.shape[0] <= chunk:
+            return self._outputs(x)
+        return torch.cat([self._outputs(rows) for rows in x.split(chunk)])
 
     def _outputs(self, x: Tensor) -> Tensor:
         z, threads, (n, c) = self.packed, _dispatch.threads(), self.dual_coef.shape
-        if min(n, c, x.shape[0]) == 0 or not on_cpu_kernels(x, self.points):
-            return _rfam_kernels.matvec(self.project(x), z, self.dual_coef, threads)
+        if min(n, c, x.shape[0]) == 0 or not on_cpu_kernels(x) or self.points.device != x.device:
+            return _rfam_kernels.matvec(self.project(x), z, self.dual_coef, threads).to(x.dtype)
         dtype, m, (d, r) = self.points.dtype, x.shape[0], self.factor.shape
-        x, mean = rows_apart(x.to(dtype)), self.mean.to(dtype).contiguous()
+        rows, mean = rows_apart(x.to(dtype)), self.mean.to(dtype).contiguous()
         factor, coef = self.factor.contiguous(), self.dual_coef.contiguous()
-        out = x.new_empty(m, c)
-        workspace = torch.empty(
-            _load._C.rfam_predict_workspace(m, d, r, c, threads, dtype.itemsize), dtype=torch.uint8
-        )
+        out = rows.new_empty(m, c)
+        size = _load._C.rfam_predict_workspace(m, d, r, c, threads, dtype.itemsize)
+        workspace = torch.empty(size, dtype=torch.uint8)
         native("rfam_predict", dtype)(
             (*machine_sizes(z.kernel, n, d, r, c), mean.data_ptr(), factor.data_ptr()), m,
-            x.data_ptr(), x.stride(0), z.panels(threads).data_ptr(), coef.data_ptr(),
+            rows.data_ptr(), rows.stride(0), z.panels(threads).data_ptr(), coef.data_ptr(),
             out.data_ptr(), workspace.data_ptr(), threads,
         )  # fmt: skip
-        return out
+        return out if dtype is x.dtype else out.to(x.dtype)
 
     def input_gradient(self, x: Tensor, cotangent: Tensor) -> Tensor:
         """Gradient of ``sum_k cotangent_ik f_k(x_i)``, shape ``(m, d)``.
@@ -112,11 +110,10 @@ class Machine:
         return self.factor @ (r / count) @ self.factor.T
 
 
-def on_cpu_kernels(*tensors: Tensor) -> bool:
-    """Whether the CPU's kernels take these tensors."""
-    if _gpu.emulating or any(t.device.type != "cpu" for t in tensors):
-        return False
-    return _dispatch.reference_reason(*tensors) is None
+def on_cpu_kernels(x: Tensor) -> bool:
+    """Whether the CPU's kernels take this tensor."""
+    on_cpu = x.device.type == "cpu" and not _gpu.emulating
+    return on_cpu and _dispatch.reference_reason(x) is None
 
 
 def project(x: Tensor, mean: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -50,11 +50,15 @@ _DONE, _WIDE, _FAILED, _HARD = range(4)  # csrc/rfam_fit.h
 
 @dataclass
 class Solution:
-    """``a``, the points that it belongs to (in float64 where float32 would not do), the jitter."""
+    """``a``, the points that it belongs to (in float64 where float32 would not do), the jitter.
+
+    ``size`` is the largest absolute value in ``a``; None where nobody looked.
+    """
 
     points: Points
     coef: Tensor
     jitter: float
+    size: float | None = None
 
 
 @dataclass
@@ -111,7 +115,7 @@ class System:
         points = Points(u, self.kernel, self.x.new_empty(_rfam_kernels.padded(n) * r))
         size = _load._C.rfam_solve_workspace(n, d, r, c, self.threads, dtype.itemsize)
         factor = factor.contiguous()
-        status, least_pivot = native("rfam_solve", dtype)(
+        status, least_pivot, largest = native("rfam_solve", dtype)(
             (*machine_sizes(self.kernel, n, d, r, c), self.mean.data_ptr(), factor.data_ptr()),
             self.x.data_ptr(), self.x.stride(0), self.y.data_ptr(),
             0 if self.weight is None else self.weight.data_ptr(), self.reg, FLOAT32_RULES, refine,
@@ -119,7 +123,7 @@ class System:
             self.scratch.take(size), self.threads,
         )  # fmt: skip
         if status == _DONE:
-            return Solution(points, coef, 0.0)
+            return Solution(points, coef, 0.0, largest)
         if dtype is torch.float64:
             return self._with_jitter(points)
         if status == _WIDE:

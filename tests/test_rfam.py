@@ -17,9 +17,10 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import normalign
-from normalign import RFAMClassifier, RFAMRegressor, _rfam_kernels
+from normalign import RFAMClassifier, RFAMRegressor
 from normalign._rfam_machine import Machine
 from normalign._rfam_memory import fit_bytes, parse_bytes, rows_that_fit
+from normalign._rfam_solve import System
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import rfam_oracle as oracle
@@ -296,13 +297,13 @@ def test_threads_are_obeyed_and_restored(monkeypatch):
         monkeypatch.setattr(owner, name, spy)
 
     watch(Machine, "_outputs")
-    watch(_rfam_kernels, "agop")
+    watch(System, "solve")
     RFAMClassifier(n_jobs=2, n_iter=2).fit(X, y).predict(X)
-    assert seen == {("_outputs", 2), ("agop", 2)}
+    assert seen == {("_outputs", 2), ("solve", 2)}
     assert torch.get_num_threads() == 1
     seen.clear()
     RFAMClassifier(n_iter=2).fit(X, y).predict(X)
-    assert seen == {("_outputs", 1), ("agop", 1)}
+    assert seen == {("_outputs", 1), ("solve", 1)}
     with pytest.raises(ValueError, match="n_jobs must be"):
         RFAMClassifier(n_jobs=0).fit(X, y)
 

@@ -159,8 +159,8 @@ Solved solve_few(const KernelSystem<float>& s, const Float32Rules& rules, const 
 }
 
 template <class T>
-Solved solve(const KernelSystem<T>& s, const Float32Rules& rules, bool refine, T* u, T* panels,
-             T* coef, T* pivots, void* workspace, int threads) {
+Solved solve_coef(const KernelSystem<T>& s, const Float32Rules& rules, bool refine, T* u, T* panels,
+                  T* coef, T* pivots, void* workspace, int threads) {
   constexpr bool single = sizeof(T) == 4;
   const int64_t rows = panels_of(s.n) * P, stride = row_length(s.c);
   Parts parts{static_cast<char*>(workspace)};
@@ -199,6 +199,14 @@ Solved solve(const KernelSystem<T>& s, const Float32Rules& rules, bool refine, T
   }
   unpad_rows(s.n, s.c, rhs, stride, coef);
   return Solved::done;
+}
+
+template <class T>
+Solved solve(const KernelSystem<T>& s, const Float32Rules& rules, bool refine, T* u, T* panels,
+             T* coef, T* pivots, T* largest, void* workspace, int threads) {
+  const Solved status = solve_coef(s, rules, refine, u, panels, coef, pivots, workspace, threads);
+  if (status == Solved::done) *largest = largest_size(s.n * s.c, coef);
+  return status;
 }
 
 template <class T>
