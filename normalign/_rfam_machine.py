@@ -69,7 +69,7 @@ class Machine:
 
     def _outputs(self, x: Tensor) -> Tensor:
         z, threads, (n, c) = self.packed, _dispatch.threads(), self.dual_coef.shape
-        if min(n, c, x.shape[0]) == 0 or not on_cpu_kernels(x) or self.points.device != x.device:
+        if min(n, c, x.shape[0]) == 0 or not on_cpu_kernels(x, self.points):
             return _rfam_kernels.matvec(self.project(x), z, self.dual_coef, threads).to(x.dtype)
         dtype, m, (d, r) = self.points.dtype, x.shape[0], self.factor.shape
         rows, mean = rows_apart(x.to(dtype)), self.mean.to(dtype).contiguous()
@@ -110,10 +110,12 @@ class Machine:
         return self.factor @ (r / count) @ self.factor.T
 
 
-def on_cpu_kernels(x: Tensor) -> bool:
-    """Whether the CPU's kernels take this tensor."""
-    on_cpu = x.device.type == "cpu" and not _gpu.emulating
-    return on_cpu and _dispatch.reference_reason(x) is None
+def on_cpu_kernels(*tensors: Tensor) -> bool:
+    """Whether the CPU's kernels take these tensors."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            return False
+    return not _gpu.emulating and _dispatch.reference_reason(*tensors) is None
 
 
 def project(x: Tensor, mean: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
