@@ -66,7 +66,9 @@ stage times 150 "$PYTHON" "$root/bench/device_check.py" --out "$OUT" --seconds 1
 if [ -z "$emulated" ] && command -v compute-sanitizer >/dev/null; then
   # A short list: one kernel of each kind, at a size with edges.
   some='test_zero_rows_and_nan_rows or test_launches or test_symmetric_gram or
-        (test_every_shape and 13 and 300) or test_empty_input'
+        (test_every_shape and 13 and 300) or test_empty_input or test_near_pairs_lose_no_digits or
+        (test_follows_the_definition and margin) or (test_sizes and 7-257) or test_ignored_classes or
+        test_a_batch_of_machines or test_failures_in_the_middle_of_a_batch or test_joint_of_squares'
   for tool in memcheck racecheck; do
     left=$((470 - (SECONDS - started)))
     [ $left -gt 20 ] || break

@@ -118,8 +118,8 @@ def pgd(
             lower=lower, upper=upper, select=select,
         )  # fmt: skip
         results = found.points, found.value, found.outputs, found.zero_gradients
-        *values, zero = (result[0, 0] for result in results)
-        return Attack(*(t.to(x.dtype) for t in values), zero)
+        moved, value, outputs, zero = (result[0, 0] for result in results)
+        return Attack(moved.to(x.dtype), value.to(x.dtype), outputs.to(x.dtype), zero)
     value = x.new_full((x.shape[0],), -torch.inf)
     best = current.clone()
     outputs = x.new_full(targets.shape, torch.nan)

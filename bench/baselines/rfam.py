@@ -32,7 +32,7 @@ def gram(x: Tensor, z: Tensor, m: Tensor, bandwidth: float) -> Tensor:
 
 def solve(k: Tensor, y: Tensor, reg: float) -> Tensor:
     """``(K + reg I)^-1 y`` by LU."""
-    return torch.linalg.solve(k + reg * torch.eye(len(k), dtype=k.dtype), y)
+    return torch.linalg.solve(k + reg * torch.eye(len(k), dtype=k.dtype, device=k.device), y)
 
 
 def agop(x: Tensor, z: Tensor, a: Tensor, m: Tensor, bandwidth: float) -> Tensor:
@@ -56,7 +56,7 @@ def to_trace(m: Tensor) -> Tensor:
 
 def start(x: Tensor, alpha: float) -> Tensor:
     """The first M."""
-    return to_trace((1 - alpha) * torch.cov(x.T) + alpha * torch.eye(x.shape[1]))
+    return to_trace((1 - alpha) * torch.cov(x.T) + alpha * torch.eye(x.shape[1], device=x.device))
 
 
 @dataclasses.dataclass
