@@ -16,7 +16,7 @@ from normalign._checks import check_choice, check_count, check_float, check_posi
 from normalign._pgd import PUBLISHED, STRONG, Outcome, Settings, Victim
 from normalign._rfam_base import RFAMBase, _available, _moved
 from normalign._rfam_fit import Machine
-from normalign._rfam_pgd import pgd
+from normalign._rfam_pgd import pgd, takes_ellipsoids
 from normalign.rfam import RFAMClassifier
 
 ATTACKS = {"published": PUBLISHED, "strong": STRONG}
@@ -42,14 +42,23 @@ class MachineVictim(Victim):
         return outputs, torch.cat(gradients) if gradients else torch.zeros_like(x)
 
     def attack(
-        self, x: Tensor, labels: Tensor, start: Tensor, scale: Tensor, settings: Settings
+        self,
+        x: Tensor,
+        labels: Tensor,
+        start: Tensor,
+        scale: Tensor,
+        settings: Settings,
+        bounds: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, int, int] | None:
-        """All steps in one call; an ellipsoid has no kernel of its own."""
+        """All steps in one call; an ellipsoid has a kernel on the GPU alone."""
         radius: float | Tensor = scale
-        if settings.norm == "l2":
+        if settings.norm == "l2" and not takes_ellipsoids(self.machine):
             if not bool((scale == scale[0]).all()):
                 return None
             radius = float(scale[0])
+        if any(b is not None and b.dim() > 1 for b in bounds):
+            return None  # bounds of each row
+        lower, upper = (None if b is None else b.expand(x.shape[1]) for b in bounds)
         one_hot = torch.nn.functional.one_hot(labels, self.machine.dual_coef.shape[1])
         found = [
             pgd(
@@ -62,6 +71,8 @@ class MachineVictim(Victim):
                 loss=settings.loss,
                 norm=settings.norm,
                 start=start[rows],
+                lower=lower,
+                upper=upper,
                 select="margin" if settings.best_iterate else "last",
             )
             for rows in torch.arange(len(x)).split(self.block)

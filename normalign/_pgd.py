@@ -73,7 +73,13 @@ class Victim:
         raise NotImplementedError
 
     def attack(
-        self, x: Tensor, labels: Tensor, start: Tensor, scale: Tensor, settings: Settings
+        self,
+        x: Tensor,
+        labels: Tensor,
+        start: Tensor,
+        scale: Tensor,
+        settings: Settings,
+        bounds: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, int, int] | None:
         """All steps at once, where the model has its own loop: as ``_ascend``, and the outputs."""
         return None
@@ -184,11 +190,9 @@ def run(
         active = torch.nonzero(~outcome.wrong)[:, 0]
         if not len(active):
             break
-        result = None
-        if bounds == (None, None):
-            result = victim.attack(x[active], labels[active], start[active], scale, settings)
+        rows = x[active], labels[active], start[active]
+        result = victim.attack(*rows, scale, settings, bounds)
         if result is None:
-            rows = x[active], labels[active], start[active]
             point, zeros, gradients = _ascend(victim, *rows, scale, settings, bounds)
             outputs = victim.outputs(point)
         else:

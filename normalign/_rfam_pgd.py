@@ -64,6 +64,11 @@ def loss_cotangent(f: Tensor, targets: Tensor, loss: str) -> Tensor:
     return v.scatter_add(1, label, torch.full_like(f, -1.0))
 
 
+def takes_ellipsoids(machine: Machine) -> bool:
+    """Whether ``pgd`` takes a radius for each feature with ``norm="l2"`` too: on a GPU."""
+    return machine.packed.gpu and _rfam_attack_cuda.serves(machine)
+
+
 def pgd(
     machine: Machine,
     x: Tensor,
@@ -85,8 +90,8 @@ def pgd(
         machine: The kernel machine.
         x: Clean points, shape ``(m, d)``.
         targets: One-hot labels or regression targets, shape ``(m, c)``.
-        eps: Radius; with ``norm="linf"`` also one for each feature, shape ``(d,)``. A feature with
-            radius 0 is frozen.
+        eps: Radius; with ``norm="linf"``, and on a GPU, also one for each feature, shape ``(d,)``.
+            A feature with radius 0 is frozen.
         step: Length of a step; like ``eps``.
         iters: Number of steps.
         loss: ``"mse"``, ``"margin"`` or ``"cross_entropy"``.
@@ -105,14 +110,15 @@ def pgd(
     check_shape("targets", targets, (x.shape[0], machine.dual_coef.shape[1]))
     if start is not None:
         check_shape("start", start, tuple(x.shape))
-    if norm == "l2" and (isinstance(eps, Tensor) or isinstance(step, Tensor)):
+    on_gpu = takes_ellipsoids(machine)
+    if norm == "l2" and not on_gpu and (isinstance(eps, Tensor) or isinstance(step, Tensor)):
         msg = "eps and step must be numbers with norm='l2', got a tensor"
         raise TypeError(msg)
     current = (x if start is None else start).to(x.dtype, copy=True)
     if on_cpu_kernels(x, machine.points):
         bounds = (lower, upper)
         return _native(machine, x, targets, current, eps, step, iters, loss, norm, bounds, select)
-    if machine.packed.gpu and _rfam_attack_cuda.serves(machine):
+    if on_gpu:
         found = _rfam_attack_cuda.attack_machine(
             machine, x, targets, current, eps, step, iterations=iters, loss=loss, norm=norm,
             lower=lower, upper=upper, select=select,

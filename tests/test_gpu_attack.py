@@ -280,6 +280,29 @@ def test_fitted_estimators_are_attacked_by_one_launch_for_each_radius(device):
     assert report.robust_accuracy[2] < report.robust_accuracy[0]
 
 
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_bounds_and_ellipsoids_are_one_launch_too(device, norm):
+    model, x, y = _fitted(device="cuda" if device.type == "cuda" else "cpu")
+    low, high, eps = x.min(0) - 0.1, x.max(0) + 0.05, np.array([0.0, 0.2, 0.4, 0.8])
+    settings = {"eps": eps, "norm": norm, "steps": 5, "bounds": (low, high), "best_iterate": False}
+    before = _load._emu.launches() if device.type == "cpu" else 0
+    found = normalign.pgd_attack(model, x, y, **settings)
+    if device.type == "cpu":
+        # One row's outputs, to see how many there are; the attack.
+        assert _load._emu.launches() - before == 2
+    assert (found >= low).all()
+    assert (found <= high).all()
+    assert np.array_equal(found[:, 0], x[:, 0])
+    ratio = (found - x)[:, 1:] / eps[1:]
+    assert np.linalg.norm(ratio, np.inf if norm == "linf" else 2, axis=1).max() <= 1 + 1e-5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NORMALIGN_IMPL", "reference")
+        model.device = "cpu"
+        want = normalign.pgd_attack(model, x, y, **settings)
+    # Steps along signs may part where a gradient is nearly 0.
+    assert np.isclose(found, want, atol=1e-4).all(1).mean() > 0.9
+
+
 def test_the_attack_runs_where_the_estimator_computes(device, monkeypatch):
     model, x, y = _fitted()
     asked = []
