@@ -66,8 +66,15 @@ def factor_of(feature_matrix: Tensor | None, d: int, device: torch.device) -> Te
 
 def centre_of(z: Tensor) -> Tensor:
     """A point in the middle of the finite values: subtracting it keeps float32 exact."""
+    mean = z.mean(0) if z.shape[0] else z.new_zeros(z.shape[1])
+    if bool(torch.isfinite(mean).all()):
+        return mean
     values = torch.where(torch.isfinite(z), z, torch.nan)
-    return torch.nanmean(values, 0).nan_to_num() if z.shape[0] else z.new_zeros(z.shape[1])
+    return torch.nanmean(values, 0).nan_to_num()
+
+
+def _reach(u: Tensor) -> float:
+    return float(torch.linalg.vector_norm(u, torch.inf)) if u.numel() else 0.0
 
 
 def into_factor_space(
@@ -79,11 +86,10 @@ def into_factor_space(
     """
     mean, dtype = centre_of(z), x.dtype
     same = x is z
-    u, v = project(x, mean, factor, dtype), project(z, mean, factor, dtype)
-    if dtype is torch.float32 and u.numel() and v.numel():
-        reach = torch.maximum(u.abs().max(), v.abs().max()) * kernel.scale
-        if bool(reach > WIDE):
-            u = project(x, mean, factor, torch.float64)
-            v = project(z, mean, factor, torch.float64)
+    u = project(x, mean, factor, dtype)
+    v = u if same else project(z, mean, factor, dtype)
+    if dtype is torch.float32 and any(_reach(t) * kernel.scale > WIDE for t in (u, v)):
+        u = project(x, mean, factor, torch.float64)
+        v = u if same else project(z, mean, factor, torch.float64)
     left = Points(u, kernel)
     return left, left if same else Points(v, kernel)

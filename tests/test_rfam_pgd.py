@@ -85,6 +85,10 @@ def test_a_row_does_not_depend_on_its_block(m, dtype, isa):
                 select="margin").x
             for i in range(0, m, 7)
         ]  # fmt: skip
+        torch.set_num_threads(2)
+        shared = pgd(machine, x, targets, eps=0.3, step=0.05, iters=4, select="margin")
+        torch.set_num_threads(1)
+    assert torch.equal(shared.x, whole.x)
     torch.testing.assert_close(torch.cat(alone), whole.x[::7])
     wide = dataclasses.replace(
         machine, points=machine.points.double(), dual_coef=machine.dual_coef.double()
