@@ -57,7 +57,7 @@ stage info 30 "$PYTHON" -m normalign info && cat "$OUT/info.log"
 
 tests=("$root"/tests/test_gpu_*.py "$root/tests/test_graph.py")
 run_tests=("$PYTHON" -m pytest -q -p no:cacheprovider --rootdir "$root" -c "$root/pyproject.toml")
-stage tests 120 "${run_tests[@]}" "${tests[@]}"
+stage tests "${TEST_SECONDS:-120}" "${run_tests[@]}" "${tests[@]}"
 tail -3 "$OUT/tests.log"
 
 stage times 150 "$PYTHON" "$root/bench/device_check.py" --out "$OUT" --seconds 110 $emulated

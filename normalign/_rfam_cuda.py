@@ -204,7 +204,8 @@ def agop(
     """``sum_i weight_i sum_k g_ik g_ik^T``, shape ``(r, r)``, float64.
 
     With ``g_ik = sum_j W_ij coef_jk (z_j - u_i)``: one product of W with ``[coef_jk z_j, coef_jk]``
-    gives both terms. W, and the classes, are taken in groups that bound the memory.
+    gives both terms. W's rows, and the classes, are taken in groups: a group's arrays take no more
+    than its part of W, or 4 M elements, and beyond that the gradients never exist as a whole.
     """
     (m, r), (n, c) = u.shape, coef.shape
     total = u.new_zeros(r, r, dtype=torch.float64)
@@ -213,8 +214,9 @@ def agop(
     # Relative to one point: a common offset would cancel badly in the difference of both terms.
     centre = z.mean(0)
     x0, z0 = u - centre, z - centre
-    step = max(1, min(c, _ELEMENTS // (max(m, n) * (r + 1))))
     rows = max(_TILE, min(m, _ELEMENTS // n))
+    group = min(_ELEMENTS, max(min(rows, m) * n, 1 << 22))
+    step = max(1, min(c, group // (max(min(rows, m), n) * (r + 1))))
     for first in range(0, c, step):
         a = coef[:, first : first + step]  # (n, k)
         right = torch.cat(((a.unsqueeze(2) * z0.unsqueeze(1)).flatten(1), a), 1)
