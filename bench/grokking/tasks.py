@@ -211,7 +211,7 @@ TASKS = {
     "mnist_ce": _MNIST,
     "mnist_se": dataclasses.replace(_MNIST, title="MNIST, squared error", squared_error=True),
     "tokens": Task(
-        "Modular addition on tokens", tokens, 3000, 99, 95, 3e-3, 1.0, _weights(0.001, 1e-4),
+        "Modular addition on tokens", tokens, 3000, 99, 95, 3e-3, 1.0, _weights(1e-4, 1e-4),
         (0.1, 0.01),
     ),
 }  # fmt: skip
