@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pathlib
 
 import numpy as np
 import paper_grokking
@@ -183,3 +184,12 @@ def test_planned_sets():
         compared = {(s.task, s.method) for s in specs if s.weight is None}
         assert {(t, m) for t in paper_grokking.PAPER for m in ("baseline", "joint")} <= compared
         assert ("xor", "egalitarian") not in compared  # hours
+
+
+def test_readme_quotes_the_report():
+    root = pathlib.Path(paper_grokking.__file__).parents[1]
+    section = (root / "README.md").read_text().split("## What the paper's runs gave\n")[1]
+    quoted = [s for s in section.split("\n## ")[0].splitlines() if s.startswith("|")]
+    report_lines = (root / "bench/results/paper.md").read_text().splitlines()
+    assert len(quoted) > 2
+    assert [line for line in quoted if line not in report_lines] == []

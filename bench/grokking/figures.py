@@ -91,7 +91,7 @@ def ablation(differences: dict[str, tuple[float, float, float]], path: pathlib.P
         axis.plot(mean, i, "o", color="tab:blue")
     axis.axvline(0, color="grey", lw=0.8)
     axis.set_yticks(range(len(differences)), differences)
-    axis.set(xlabel="epochs: orthogonal minus Jacobian norm, % of the latter (95% interval)")
+    axis.set(xlabel="epochs: orthogonal minus Jacobian norm, % (95% interval)")
     axis.set_ylim(-0.6, len(differences) - 0.4)
     axis.grid(axis="x", alpha=0.3)
     _save(figure, path)

@@ -79,7 +79,9 @@ def interval(differences: np.ndarray) -> tuple[float, float, float]:
 
 def ablation(rows: list[Row], out: pathlib.Path) -> str:
     """Orthogonal against plain Jacobian norm, paired by seed, at the same weight."""
-    pairs: dict[tuple[str, float], dict[int, Row]] = defaultdict(lambda: defaultdict(dict))
+    pairs: dict[tuple[str, float], dict[int, dict[str, float]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for row in rows:
         if row["method"] in ("orthogonal", "jacobian") and "/n" not in row["key"]:
             pairs[row["task"], row["weight"]][row["seed"]][row["method"]] = epochs_of(row)
@@ -91,15 +93,14 @@ def ablation(rows: list[Row], out: pathlib.Path) -> str:
             continue
         name = TASKS[task].title
         mean, low, high = interval(kept[:, 0] - kept[:, 1])
-        relative[f"{name} ({len(kept)} seeds)"] = tuple(
-            np.array([mean, low, high]) * 100 / kept[:, 1].mean()
-        )
+        percent = np.array([mean, low, high]) * 100 / kept[:, 1].mean()
+        relative[f"{name} ({len(kept)} seeds)"] = tuple(percent)
         never = [str(int(np.isinf(both[:, i]).sum())) for i in (0, 1)]
         cells = [f"{kept[:, i].mean():.4g}" for i in (0, 1)]
         cells.append(f"{mean:+.3g} [{low:+.3g}, {high:+.3g}]")
         lines.append([name, f"{weight:g}", str(len(both)), *never, *cells])
         word = "fewer" if high < 0 else "more" if low > 0 else "no clearly different number of"
-        verdicts.append(f"- {name}, {len(both)} seeds: the projection needs {word} epochs.")
+        verdicts.append(f"- {name}: {word} epochs with the projection ({percent[0]:+.1f}%).")
     if not lines:
         return "No runs yet.\n"
     figures.ablation(relative, out / "ablation.png")
