@@ -1,6 +1,6 @@
 # make demo   a virtual environment, the package, and the main example
 # make test   the same environment, and every test
-# make paper  the paper's experiments, a reduced set: half an hour on two cores, resumable
+# make paper  the paper's experiments, a reduced set: at most half an hour on two cores, resumable
 # make dev    builds the extension in place, for work on the source
 PYTHON ?= python3
 VENV ?= .venv
