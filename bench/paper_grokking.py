@@ -24,7 +24,7 @@ from grokking.tasks import TASKS, mnist_file
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 PAPER = ("parity", "modadd", "mnist_ce", "mnist_se", "xor")  # fastest first
-REDUCED_CAPS = {"parity": 5000, "xor": 300, "mnist_ce": 800, "mnist_se": 1200}
+REDUCED_CAPS = {"parity": 5000, "xor": 300, "mnist_ce": 800, "mnist_se": 1500}
 Caps = Mapping[str, int]
 PAIR = ["orthogonal", "jacobian"]  # the ablation: the projection alone, at the same weight
 OURS = ["baseline", *PAIR, "joint"]

@@ -24,6 +24,11 @@ def epochs_of(row: Row) -> float:
     return math.inf if row["grokked"] is None else row["grokked"]
 
 
+def bound(runs: list[Row]) -> int:
+    """The least cap at which a run stopped without grokking: the median lies beyond it."""
+    return min(r["cap"] for r in runs if r["grokked"] is None)
+
+
 def number(x: float) -> str:
     return "never" if math.isinf(x) else f"{x:.3g}" if abs(x) < 1000 else f"{x:.0f}"
 
@@ -74,9 +79,8 @@ def short(rows: list[Row], tasks: list[str]) -> str:
             if method not in groups:
                 return "not run"
             runs, middle = groups[method], epochs[method]
-            cap = max(r["cap"] for r in runs)
             seeds = f"{len(runs)} seed{'s' * (len(runs) > 1)}"
-            return (f"> {cap}" if math.isinf(middle) else number(middle)) + f" ({seeds})"
+            return (f"> {bound(runs)}" if math.isinf(middle) else number(middle)) + f" ({seeds})"
 
         rivals = [m for m in ("grokfast", "orthograd", "egalitarian") if m in groups]
         first = min(rivals, key=epochs.__getitem__, default=None)

@@ -16,6 +16,7 @@ from grokking import figures
 from grokking import theory as checks
 from grokking.claims import (
     bars,
+    bound,
     epochs_of,
     gaps,
     geometry,
@@ -56,8 +57,8 @@ def compare(rows: list[Row], task: str) -> str:
         each = [epochs_of(r) for r in group]
         gain = "-"
         if name != "baseline" and math.isfinite(epochs[name]) and not math.isnan(base):
-            bound = "> " if math.isinf(base) else ""
-            gain = f"{bound}{min(base, caps[-1]) / max(epochs[name], 1):.3g}x"
+            known = bound(groups["baseline"]) if math.isinf(base) else base
+            gain = f"{'> ' * math.isinf(base)}{known / max(epochs[name], 1):.3g}x"
         weight = f"{group[0]['weight']:g}" if group[0]["weight"] else ""
         grokked = f"{sum(map(math.isfinite, each))} of {len(each)}"
         times = [number(epochs[name]), spread(each), gain, number(seconds[name])]
