@@ -180,12 +180,13 @@ void solve(int64_t n, int64_t c, const T* packed, const T* inverse, T* rhs, int6
       const int64_t rows = rows_of(n, i);
       T* at = rhs + i * P * stride + c0;
       multiply<T, Store::set>(cs, rows, i * P, rhs + c0, 1, stride, panel, P, y, P);
-      for (int64_t k = 0; k < cs; ++k) {
-        T* yk = y + k * P;
-        for (int64_t a = 0; a < rows; ++a) yk[a] = at[a * stride + k] - yk[a];
-        for (int64_t j = 0; j < rows; ++j) {
+      for (int64_t k = 0; k < cs; ++k)
+        for (int64_t a = 0; a < rows; ++a) y[k * P + a] = at[a * stride + k] - y[k * P + a];
+      for (int64_t j = 0; j < rows; ++j) {  // the columns of the right side take turns
+        const T* column = panel + (i * P + j) * P;
+        for (int64_t k = 0; k < cs; ++k) {
+          T* yk = y + k * P;
           const T z = yk[j] * inverse[i * P + j];
-          const T* column = panel + (i * P + j) * P;
           at[j * stride + k] = z;
           for (int64_t a = j / Tiling<T>::W * Tiling<T>::W; a < rows; a += Tiling<T>::W)
             store(yk + a, load(yk + a) - z * load(column + a));
@@ -199,12 +200,14 @@ void solve(int64_t n, int64_t c, const T* packed, const T* inverse, T* rhs, int6
     const int64_t rows = rows_of(n, i);
     T* at = rhs + i * P * stride;
     for (int64_t j = rows - 1; j >= 0; --j) {
-      const T* column = panel + (i * P + j) * P;
-      T* row = at + j * stride;
-      if (j + 1 < rows)
-        multiply<T, Store::subtract>(1, padded_c, rows - 1 - j, column + j + 1, 0, 1,
-                                     at + (j + 1) * stride, stride, row, stride);
-      for (int64_t k = 0; k < c; ++k) row[k] *= inverse[i * P + j];
+      const T* factors = panel + i * P * P + j;  // of row j, for the rows before it
+      for (int64_t v = 0; v < padded_c; v += Tiling<T>::W) {
+        T* column = at + v;
+        const auto z = load(column + j * stride) * inverse[i * P + j];
+        store(column + j * stride, z);
+        for (int64_t a = 0; a < j; ++a)
+          store(column + a * stride, load(column + a * stride) - z * factors[a * P]);
+      }
     }
     if (i > 0)
       multiply<T, Store::subtract>(i * P, padded_c, rows, panel, P, 1, at, stride, rhs, stride);

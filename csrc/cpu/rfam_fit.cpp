@@ -50,11 +50,16 @@ NORMALIGN_INLINE bool is_hard(int64_t n, double least_pivot, const Float32Rules&
 
 template <class T>
 T largest_size(int64_t count, const T* values) {
-  T largest = T(0);
-  for (int64_t e = 0; e < count; ++e) {
-    const T size = values[e] < 0 ? -values[e] : values[e];
-    largest = size > largest ? size : largest;
+  constexpr int64_t W = Simd<T>::width;
+  typename Simd<T>::V top{};
+  for (int64_t e = 0; e < count; e += W) {
+    const auto v = load_n(values + e, count - e);
+    const auto size = v < 0 ? -v : v;
+    top = size > top ? size : top;
   }
+  T lanes[W], largest = T(0);
+  store(lanes, top);
+  for (int64_t l = 0; l < W; ++l) largest = lanes[l] > largest ? lanes[l] : largest;
   return largest;
 }
 
