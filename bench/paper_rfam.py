@@ -17,13 +17,17 @@ import warnings
 from typing import Any
 
 import numpy as np
+import rfam_protocol
 import torch
 from paper_rfam_report import EPS, differing, report, success
 from tables import Table, archive_tables, csv_gz_tables, published_results
 
 import normalign
 from normalign import _rfam_fit
+from normalign._attack_input import ATTACKS
 from normalign._jacobian_measures import effective_ranks, normal_alignments
+from normalign._rfam_batch import MOST_POINTS
+from normalign._rfam_batch_attack import Figures
 from normalign._rfam_memory import check_memory
 from normalign._sweep_runner import ResultFile, Row, Task, fingerprint, run_tasks
 
@@ -127,12 +131,67 @@ def fold_figures(
         figures[f"kept_robust_acc_{eps}"] = report.robust_accuracy[at[eps]]
     figures["success_on_correct_1.0"] = report.attack_success_on_correct[at[1.0]]
     figures["zero_gradient_share_1.0"] = report.zero_gradient_share[at[1.0]]
-    rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(k))[:MEASURED_ROWS]
+    rows = measured_rows(len(x), k)
     parts = [machine.jacobian(part) for part in x[rows].split(64)]
     jacobians = torch.cat(parts)
     figures["effective_rank"] = effective_ranks(jacobians).nanmean().item()
     figures["normal_alignment"] = normal_alignments(jacobians, x[rows]).nanmean().item()
     return figures
+
+
+def measured_rows(count: int, k: int) -> torch.Tensor:
+    """Which training rows of fold k have their Jacobians measured."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(k))[:MEASURED_ROWS]
+
+
+def device_work(payload: tuple[Table, str | None, str], missing: list[Row]) -> Any:
+    """The protocol of one table on a GPU, all alphas at once; large tables go to the CPU."""
+    table, memory, device = payload
+    if max(len(table.search[0]), *(len(train) for train, _ in table.folds)) > MOST_POINTS:
+        yield from work((table, memory), missing)
+        return
+    warnings.simplefilter("ignore", RuntimeWarning)  # jitter is part of the published runs too
+    X = torch.from_numpy(table.X).float()
+    measured = [X[train][measured_rows(len(train), k)] for k, (train, _) in enumerate(table.folds)]
+    for attack in sorted({key["attack"] for key in missing}):
+        keys = [key for key in missing if key["attack"] == attack]
+        start = time.perf_counter()
+        outcomes = rfam_protocol.run(
+            table, [key["alpha"] for key in keys], ATTACKS[attack], torch.device(device),
+            regs=REGS, bandwidth=BANDWIDTH, iterations=ITERATIONS, eps=EPS, measured=measured,
+        )  # fmt: skip
+        seconds = (time.perf_counter() - start) / len(keys)
+        for key, found in zip(keys, outcomes, strict=True):
+            folds = [
+                device_figures(figures, *measures)
+                for figures, measures in zip(found.folds, found.measures, strict=True)
+            ]
+            yield {
+                **key,
+                "rows": len(X),
+                "features": X.shape[1],
+                "classes": table.classes,
+                "valid_acc": found.valid_acc,
+                "reg": found.reg,
+                "iteration": found.iteration,
+                **{name: float(np.nanmean([f[name] for f in folds])) for name in FIGURES},
+                "search_seconds": 0.0,  # search and folds are one run
+                "fold_seconds": seconds,
+            }
+
+
+def device_figures(figures: Figures, rank: float, alignment: float) -> Row:
+    """One fold's figures under the names of ``fold_figures``."""
+    row: Row = {"test_acc": figures.clean_accuracy}
+    for eps in EPS:
+        at = figures.eps.index(eps)
+        row[f"robust_acc_{eps}"] = figures.accuracy_at_result[at]
+        row[f"kept_robust_acc_{eps}"] = figures.robust_accuracy[at]
+    at = figures.eps.index(1.0)
+    row["success_on_correct_1.0"] = figures.attack_success_on_correct[at]
+    row["zero_gradient_share_1.0"] = figures.zero_gradient_share[at]
+    row["effective_rank"], row["normal_alignment"] = rank, alignment
+    return row
 
 
 def work(payload: tuple[Table, str | None], missing: list[Row]) -> Any:
@@ -204,6 +263,9 @@ def main() -> None:
         "--sampled", type=int, default=0, help="seeds of drawn AGOP points where figures differ"
     )
     parser.add_argument("--jobs", type=int, default=1, help="tables at once, one thread each")
+    parser.add_argument(
+        "--device", default="cpu", help="cuda takes whole tables of a few thousand rows"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench/results"))
     args = parser.parse_args()
     if args.data is None and args.tabarena is None:
@@ -230,12 +292,21 @@ def main() -> None:
             reason = f"{len(table.X):,} rows, more than --max-rows {args.max_rows:,}"
             left_out.append(f"{table.name}: {reason}")
             continue
-        for alpha in args.alpha:
-            keys = [{"table": table.name, "alpha": alpha, "attack": name} for name in args.attack]
-            tasks.append(Task(keys, (table, args.memory), predicted_seconds(table)))
+        keys = [
+            {"table": table.name, "alpha": alpha, "attack": name}
+            for alpha in args.alpha
+            for name in args.attack
+        ]
+        if args.device != "cpu":
+            tasks.append(Task(keys, (table, args.memory, args.device), predicted_seconds(table)))
+            continue
+        for first in range(0, len(keys), len(args.attack)):
+            own = keys[first : first + len(args.attack)]
+            tasks.append(Task(own, (table, args.memory), predicted_seconds(table)))
     predicted = sum(task.cost for task in tasks)
     print(f"{len(tasks)} runs, about {predicted / 60:.0f} core minutes predicted", flush=True)
-    run_tasks(tasks, work, file, n_jobs=args.jobs, threads=1, description="tables")
+    run = work if args.device == "cpu" else device_work
+    run_tasks(tasks, run, file, n_jobs=args.jobs, threads=1, description="tables")
     drawn = ResultFile(
         args.out / "paper_rfam_sampled.csv", SAMPLED_COLUMNS, SAMPLED_KEYS, fingerprint(settings)
     )
