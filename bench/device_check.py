@@ -29,6 +29,7 @@ from baselines import problems
 from baselines import rfam as rfam_authors
 from baselines.problems import Problem
 from device_attack import rfam_attack
+from device_protocol import rfam_table_protocol
 from torch import Tensor
 
 import normalign
@@ -45,6 +46,15 @@ class Machine:
     def __init__(self, emulated: bool) -> None:
         self.emulated = emulated
         self.device = torch.device("cpu" if emulated else "cuda")
+
+    @contextlib.contextmanager
+    def host(self) -> Iterator[None]:
+        """Runs the body with CPU tensors on the CPU's own kernels, also where emulated."""
+        before, _gpu.emulating = _gpu.emulating, False
+        try:
+            yield
+        finally:
+            _gpu.emulating = before
 
     def name(self) -> str:
         return "emulated" if self.emulated else torch.cuda.get_device_name()
@@ -276,6 +286,8 @@ def cases(machine: Machine) -> Iterator[Callable[[], dict[str, Any]]]:
         yield lambda r=rows, c=cols, t=dtype: projection(machine, 16 if small else r, c, t)
     for name in ("parity", "mnist") if small else MODELS:
         yield lambda n=name: grokalign_step(machine, n)
+    for n, d, c in TABLES[:1] if small else TABLES:
+        yield lambda n=n, d=d, c=c: rfam_table_protocol(machine, n, d, c)
     for n, d, c in TABLES[:1] if small else TABLES:
         yield lambda n=n, d=d, c=c: rfam_table(machine, n, d, c)
     for folds, n, d, c, m in ((4, 113, 8, 2, 37), (4, 750, 20, 3, 250), (1, 5000, 30, 10, 500)):
