@@ -38,12 +38,14 @@ class Found:
 def fits(z: Tensor, coef: Tensor, d: int) -> bool:
     """Whether machines with points ``(P, n, r)`` and ``coef`` ``(P, n, c)`` take the kernel.
 
-    Two rows of kernel values have to fit into a block's shared memory: n up to about 14,000 in
-    float32, half of that in float64.
+    Two rows of kernel values have to fit into a block's shared memory: on a GPU with 227 KiB of it,
+    n up to about 14,000 in float32, half of that in float64.
     """
     n, r = z.shape[1:]
     module = _gpu.module(z.device)
-    return bool(module.attack_fits(n, coef.shape[2], d, r, z.element_size()))
+    return bool(
+        module.attack_fits(n, coef.shape[2], d, r, z.element_size(), _gpu.where(z.device)[0])
+    )
 
 
 def serves(machine: Machine) -> bool:

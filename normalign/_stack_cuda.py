@@ -72,7 +72,9 @@ class GpuStack:
 
     def small(self, x: Tensor, penalty: str) -> bool:
         """Whether the kernels take the whole stack, task loss included."""
-        return penalty != "joint" and bool(self.native(x.device).fits(x.element_size()))
+        if penalty == "joint":
+            return False
+        return bool(self.native(x.device).fits(x.element_size(), _gpu.where(x.device)[0]))
 
     def loss(self, x: Tensor, probes: Tensor, penalty: str, criterion: Criterion) -> Loss:
         """Task loss and weighted penalty of a small stack; see ``StackPlan.loss``."""
@@ -124,7 +126,9 @@ class _Small:
         means: _Means,
     ) -> None:
         native, suffix = self.stack.native(x.device), _suffix(x)
-        size = getattr(native, f"workspace_{suffix}")(x.shape[0], probes.shape[0])
+        size = getattr(native, f"workspace_{suffix}")(
+            x.shape[0], probes.shape[0], _gpu.where(x.device)[0]
+        )  # fmt: skip
         self.workspace = x.new_empty(size)
         getattr(native, f"forward_{suffix}")(
             *self.call(x, probes, parameters), self.project, self.tangent,

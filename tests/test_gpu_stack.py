@@ -303,7 +303,31 @@ def test_what_fits():
         n = len(widths) - 1
         stack = _load._emu.Stack(widths, [1] * n, [0.0] * n, [0.0] * n)
         for size in (4, 8):
-            assert stack.fits(size) == (widths in small.values())
+            assert stack.fits(size, 0) == (widths in small.values())
+
+
+@pytest.fixture
+def small_gpu():
+    """The emulated machine with the shared memory of an sm_86."""
+    if "emulated" not in gpu_devices():
+        pytest.skip("asks the emulated kernels")
+    _load._emu.set_shared_limit(99 << 10)
+    yield
+    _load._emu.set_shared_limit(227 << 10)
+
+
+def test_a_gpu_with_less_shared_memory(small_gpu):
+    """What does not fit there takes the other way; what is launched fits."""
+    wide, narrow = _mlp([900, 8, 2]), _mlp([43, 20, 2])
+    with on_gpu("emulated"):
+        for model, dtype, launches in ((wide, torch.float64, 5), (narrow, torch.float64, 4)):
+            x, probes = _data(model[0].in_features, 2, 3, dtype, "cpu")
+            assert _launches(model.to(dtype), x, probes) == launches
+    stack = _load._emu.Stack([900, 8], [1], [0.0], [0.0])
+    assert stack.fits(4, 0)
+    assert not stack.fits(8, 0)
+    assert _load._emu.attack_fits(5000, 2, 8, 8, 4, 0)
+    assert not _load._emu.attack_fits(8000, 2, 8, 8, 4, 0)
 
 
 def test_bad_calls_are_refused():
@@ -320,4 +344,4 @@ def test_bad_calls_are_refused():
     with pytest.raises(ValueError, match="weight has no memory"):
         stack.forward_f32(1, 1, [0], [0], 0, 3, 0, 0, True, True, 0, 0, (0,) * 7, 0, 0)
     with pytest.raises(ValueError, match="too large"):
-        emu.Stack([4000, 4000], [1], [0.0], [0.0]).workspace_f32(1, 1)
+        emu.Stack([4000, 4000], [1], [0.0], [0.0]).workspace_f32(1, 1, 0)

@@ -3,7 +3,6 @@
 namespace normalign {
 namespace {
 
-constexpr int64_t attack_shared_limit = 227 << 10;
 constexpr int few_rows = 2, many_rows = 8;
 constexpr int64_t full_gpu = 264;  // blocks
 
@@ -17,7 +16,7 @@ void launch_attack(const GpuAttack<T>& k, cudaStream_t stream) {
 }  // namespace
 
 bool attack_fits(int n, int c, int d, int r, int64_t element) {
-  return few_rows * attack_row_elements(n, c, d, r) * element <= attack_shared_limit;
+  return few_rows * attack_row_elements(n, c, d, r) * element <= shared_limit();
 }
 
 template <class T>
@@ -26,7 +25,7 @@ Status attack_gpu(const GpuAttack<T>& k, Stream stream) {
   // Eight points share every read of a training point; two fill the GPU where points are few.
   const int64_t blocks = (k.m + many_rows - 1) / many_rows * k.machines * k.radii;
   const int64_t bytes = many_rows * attack_row_elements(k.n, k.c, k.d, k.r) * int64_t(sizeof(T));
-  if (blocks >= full_gpu && bytes <= attack_shared_limit)
+  if (blocks >= full_gpu && bytes <= shared_limit())
     launch_attack<T, many_rows>(k, on);
   else
     launch_attack<T, few_rows>(k, on);

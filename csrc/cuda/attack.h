@@ -38,7 +38,7 @@ struct GpuAttack {
   int64_t* zero;           // (P, E, m): steps whose gradient was 0
 };
 
-// Whether a block's rows fit into shared memory.
+// Whether a block's rows fit into the shared memory of the current device.
 bool attack_fits(int n, int c, int d, int r, int64_t element);
 
 template <class T>

@@ -61,6 +61,7 @@ PYBIND11_MODULE(NORMALIGN_GPU_MODULE, m) {
     const auto [device, stream] = emu::launched(k);
     return py::make_tuple(device, reinterpret_cast<Address>(stream));
   });
+  m.def("set_shared_limit", &emu::set_shared_limit);
   m.def("current_device", &emu::get_device);
 #endif
   m.def("orthogonal_projection_f32", &projection<float>);

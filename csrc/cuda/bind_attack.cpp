@@ -44,6 +44,7 @@ void attack(double exponent, double length, int loss, int select, bool l2, int i
   k.c = static_cast<int>(c);
   k.d = static_cast<int>(d);
   k.r = static_cast<int>(r);
+  const DeviceGuard guard(device);
   if (!attack_fits(k.n, k.c, k.d, k.r, sizeof(T)))
     throw std::invalid_argument("the machine is too large for one block's shared memory");
   k.z = pointer<const T>("z", arrays[0], n * r);
@@ -61,14 +62,18 @@ void attack(double exponent, double length, int loss, int select, bool l2, int i
   k.value = pointer<T>("value", results[1], 1);
   k.outputs = pointer<T>("outputs", results[2], 1);
   k.zero = pointer<int64_t>("zero", results[3], 1);
-  const DeviceGuard guard(device);
   check(attack_gpu(k, stream_of(stream)));
+}
+
+bool fits(int n, int c, int d, int r, int64_t element, int device) {
+  const DeviceGuard guard(device);
+  return attack_fits(n, c, d, r, element);
 }
 
 }  // namespace
 
 void bind_attack_gpu(py::module_& m) {
-  m.def("attack_fits", &attack_fits);
+  m.def("attack_fits", &fits);
   m.def("attack_f32", &attack<float>);
   m.def("attack_f64", &attack<double>);
 }

@@ -40,11 +40,15 @@ struct Stack {
 
   int layers() const { return static_cast<int>(activation.size()); }
 
-  bool fits(int64_t element) const { return stack_fits(layers(), width.data(), element); }
+  bool fits(int64_t element, int device) const {
+    const DeviceGuard guard(device);
+    return stack_fits(layers(), width.data(), element);
+  }
 
   template <class T>
   GpuStack<T> shaped(int64_t batch, int probes) const {
-    expect(fits(sizeof(T)), "the stack is too large for the small-stack kernels");
+    expect(stack_fits(layers(), width.data(), sizeof(T)),
+           "the stack is too large for the small-stack kernels");
     check_size("batch", batch, 1);
     check_size("probes", probes);
     GpuStack<T> k{};
@@ -61,7 +65,8 @@ struct Stack {
   }
 
   template <class T>
-  int64_t workspace(int64_t batch, int probes) const {
+  int64_t workspace(int64_t batch, int probes, int device) const {
+    const DeviceGuard guard(device);
     return stack_workspace(shaped<T>(batch, probes));
   }
 
@@ -87,6 +92,7 @@ struct Stack {
                Address x, int64_t x_stride, Address probe, Address memory, bool project,
                bool tangent, Address logits, Address penalty, const LossTuple& loss, int device,
                Address stream) const {
+    const DeviceGuard guard(device);
     GpuStack<T> k = bound<T>(batch, probes, weights, biases, x, x_stride, probe, memory);
     k.project = project;
     k.tangent = tangent;
@@ -106,7 +112,6 @@ struct Stack {
       k.mean_task = pointer<T>("mean_task", mean_task, 1);
       k.total = pointer<T>("total", total, 1);
     }
-    const DeviceGuard guard(device);
     check(stack_forward_gpu(k, stream_of(stream)));
   }
 
@@ -116,6 +121,7 @@ struct Stack {
                 Address grad_penalty, int64_t grad_penalty_stride, double grad_penalty_scale,
                 Address grad_total, const Addresses& grad_weights, const Addresses& grad_biases,
                 int device, Address stream) const {
+    const DeviceGuard guard(device);
     GpuStack<T> k = bound<T>(batch, probes, weights, biases, x, x_stride, probe, memory);
     expect(grad_weights.size() == activation.size() && grad_biases.size() == activation.size(),
            "one address for each gradient");
@@ -133,7 +139,6 @@ struct Stack {
       k.grad_weight[l] = reinterpret_cast<T*>(grad_weights[l]);
       k.grad_bias[l] = reinterpret_cast<T*>(grad_biases[l]);
     }
-    const DeviceGuard guard(device);
     check(stack_backward_gpu(k, stream_of(stream)));
   }
 };

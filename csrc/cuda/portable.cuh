@@ -29,6 +29,14 @@ static inline const char* launch_status() {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+// Bytes of shared memory that a block may have on the current device: 99, 163 or 227 KiB.
+static inline int64_t shared_limit() {
+  int device = 0, bytes = 48 << 10;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes;
+}
+
 #else
 
 #include "../emu/device.h"
@@ -36,6 +44,10 @@ static inline const char* launch_status() {
 static inline const char* launch_status() {
   return nullptr;
 }  // the machine throws
+
+static inline int64_t shared_limit() {
+  return ::normalign::emu::shared_limit();
+}
 
 #define NORMALIGN_UNROLL
 #define NORMALIGN_LOOP

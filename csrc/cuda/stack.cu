@@ -3,7 +3,7 @@
 namespace normalign {
 namespace {
 
-constexpr int64_t shared_limit = 226 << 10;  // of 227: the means take some as well
+constexpr int64_t means_bytes = 1 << 10;  // of static shared memory, for the means
 constexpr int small_rows = 8, large_rows = 16;
 // With at least this many samples the larger row blocks still fill a GPU of about 130 processors.
 constexpr int64_t large_batch = 130 * large_rows;
@@ -23,7 +23,8 @@ int64_t row_block_bytes(int rows, int width) {
 
 template <class T>
 bool use_large_rows(const GpuStack<T>& k) {
-  return k.batch >= large_batch && row_block_bytes<T>(large_rows, widest(k)) <= shared_limit;
+  return k.batch >= large_batch &&
+         row_block_bytes<T>(large_rows, widest(k)) + means_bytes <= shared_limit();
 }
 
 template <class T>
@@ -118,7 +119,7 @@ bool stack_fits(int layers, const int64_t* width, int64_t element) {
     if (l < layers) weights += width[l] * width[l + 1];
   }
   return layers <= kMaxGpuLayers && weights <= max_weights &&
-         2 * small_rows * most * element <= shared_limit;
+         2 * small_rows * most * element + means_bytes <= shared_limit();
 }
 
 template <class T>

@@ -75,7 +75,7 @@ int64_t stack_workspace(const GpuStack<T>& stack);
 // Points the arrays into such a workspace.
 template <class T>
 void stack_arrange(GpuStack<T>* stack, T* workspace);
-// Whether a row block of this stack fits into shared memory.
+// Whether a row block of this stack fits into the shared memory of the current device.
 bool stack_fits(int layers, const int64_t* width, int64_t element);
 
 template <class T>

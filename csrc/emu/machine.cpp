@@ -248,9 +248,10 @@ void check_shape(Index3 grid, Index3 block, size_t dynamic_bytes) {
   if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
     throw std::runtime_error("no such grid: " + std::to_string(grid.x) + " x " +
                              std::to_string(grid.y) + " x " + std::to_string(grid.z));
-  if (dynamic_bytes > max_dynamic_shared)
-    throw std::runtime_error("a block has at most 227 KiB of shared memory, asked for " +
-                             std::to_string(dynamic_bytes));
+  const size_t limit = machine().shared_limit;
+  if (dynamic_bytes > limit)
+    throw std::runtime_error("a block has at most " + std::to_string(limit) +
+                             " bytes of shared memory, asked for " + std::to_string(dynamic_bytes));
 }
 
 }  // namespace
@@ -309,6 +310,15 @@ Launched launched(uint64_t k) {
 
 int get_device() {
   return machine().device;
+}
+
+int64_t shared_limit() {
+  return static_cast<int64_t>(machine().shared_limit);
+}
+
+void set_shared_limit(int64_t bytes) {
+  const auto wanted = static_cast<size_t>(bytes);
+  machine().shared_limit = wanted < max_dynamic_shared ? wanted : max_dynamic_shared;
 }
 
 bool set_device(int device) {

@@ -54,6 +54,10 @@ constexpr int devices = 4;
 int get_device();
 bool set_device(int device);
 
+// Bytes of dynamic shared memory that a block may have: 227 KiB, or less to stand for other GPUs.
+int64_t shared_limit();
+void set_shared_limit(int64_t bytes);
+
 void* dynamic_shared();
 char* shared(SharedSlot& slot);
 

@@ -92,6 +92,7 @@ struct Machine {
   unsigned barriers = 0;
   uint64_t block = 0, launches = 0, random = 0;
   int device = 0;
+  size_t shared_limit = max_dynamic_shared;
   Launched launched[remembered_launches] = {};
   Order order = Order::forward;
   bool failed_before = false;
