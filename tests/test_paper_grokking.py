@@ -149,7 +149,7 @@ def test_report_says_what_fails_and_what_is_missing(tmp_path):
     rows = [_row("baseline", s, 1000 + s) for s in range(3)]
     rows += [_row("orthogonal", s, 40, cpu=3.0) for s in range(3)]
     rows += [_row("joint", s, 2000 if s else None) for s in range(3)]
-    rows += [_row("joint_authors", 0, 90, cpu=2.0), _row("orthogonal", 9, 1)]
+    rows += [_row("joint_authors", 1, 90, cpu=2.0), _row("orthogonal", 9, 1)]
     bars = claims.bars(rows, ["parity"]).splitlines()[2:]
     assert [line.endswith("| holds |") for line in bars] == [True, False, False, True]
     assert "40 against 1001: 25.0x" in bars[0]  # seed 9 has no baseline and does not count

@@ -59,6 +59,15 @@ def medians(groups: dict[str, list[Row]], value: str) -> dict[str, float]:
     return out
 
 
+def paired(groups: dict[str, list[Row]], pair: tuple[str, str], value: str) -> list[float]:
+    """Medians of two methods over the seeds that both ran; none where there is no such seed."""
+    seeds = set.intersection(*({r["seed"] for r in groups.get(m, [])} for m in pair))
+    if not seeds:
+        return []
+    shared = {m: [r for r in groups[m] if r["seed"] in seeds] for m in pair}
+    return list(medians(shared, value).values())
+
+
 def table(header: list[str], lines: list[list[str]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(r) + " |" for r in rows) + "\n"
@@ -94,29 +103,27 @@ def bars(rows: list[Row], tasks: list[str]) -> str:
     """What GrokAlign should reach on each task, and whether it did."""
     lines = []
     for task in tasks:
-        groups = of_task(rows, task)
-        epochs, seconds = medians(groups, "grokked"), medians(groups, "cpu")
+        groups, least = of_task(rows, task), PARITY_BAR if task == "parity" else 1
         for method in OURS:
             name = [TASKS[task].title, title(method)]
-            if method not in groups or "baseline" not in groups:
-                lines.append([*name, "fewer epochs than the baseline", "not run", "-"])
-                continue
-            pair = f"{number(epochs[method])} against {number(epochs['baseline'])}"
-            if task == "parity":
-                ratio = epochs["baseline"] / epochs[method]
-                bar, holds = f"{PARITY_BAR}x fewer epochs than the baseline", ratio >= PARITY_BAR
-                pair += f": {ratio:.1f}x"
+            bar = f"{least}x fewer" if least > 1 else "fewer"
+            bar += " epochs than the baseline"
+            found = paired(groups, (method, "baseline"), "grokked")
+            if found:
+                text = f"{number(found[0])} against {number(found[1])}"
+                if math.isfinite(found[1]):
+                    text += f": {found[1] / found[0]:.1f}x"
+                ahead = math.isfinite(found[0]) and found[1] / found[0] >= least
+                lines.append([*name, bar, text, _verdict(ahead and found[1] > found[0])])
             else:
-                bar = "fewer epochs than the baseline"
-                holds = epochs[method] < epochs["baseline"]
-            lines.append([*name, bar, pair, _verdict(holds)])
-            bar = "less time to grok than the authors' algorithm"
-            if "joint_authors" not in groups:
                 lines.append([*name, bar, "not run", "-"])
-                continue
-            pair = f"{number(seconds[method])} s against {number(seconds['joint_authors'])} s"
-            holds = seconds[method] < seconds["joint_authors"]
-            lines.append([*name, bar, pair, _verdict(holds)])
+            bar = "less time to grok than the authors' algorithm"
+            found = paired(groups, (method, "joint_authors"), "cpu")
+            if found:
+                text = f"{number(found[0])} s against {number(found[1])} s"
+                lines.append([*name, bar, text, _verdict(found[0] < found[1])])
+            else:
+                lines.append([*name, bar, "not run", "-"])
     return table(["task", "method", "bar", "medians", ""], lines)
 
 
@@ -166,7 +173,7 @@ def rise(rows: list[Row], tasks: list[str]) -> str:
                 where = f"{TASKS[task].title}, {title(row['method'])}"
                 highest = max(highest, (found["grokked"]["normal"], where))
         if not pairs:
-            continue
+            continue  # no traced run has grokked
         cells = [TASKS[task].title, str(len(pairs))]
         for key in ("normal", "centroid", "rank"):
             before, after = (np.array([p[i][key] for p in pairs]) for i in (0, 1))
@@ -174,6 +181,8 @@ def rise(rows: list[Row], tasks: list[str]) -> str:
             cells.append(f"{(after > before).sum()} of {len(pairs)}, to {at}")
         lines.append(cells)
     header = ["task", "runs that grok", "normal alignment rises", "centroid alignment rises"]
+    if not lines:
+        return "No traced run has grokked yet.\n"
     text = table([*header, "effective rank rises"], lines)
     return f"{text}\nThe highest normal alignment at a grok: {highest[0]:.2f} ({highest[1]}).\n"
 

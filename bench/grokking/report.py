@@ -152,12 +152,13 @@ def tokens(rows: list[Row], out: pathlib.Path) -> str:
     groups = of_task(rows, "tokens")
     if not groups:
         return "No runs yet.\n"
-    epochs = medians(groups, "grokked")
-    base, lines = epochs["baseline"], []
-    for method in [m for m in epochs if m != "baseline"]:
-        word = "shortens" if epochs[method] < base else "does not shorten"
-        pair = f"{number(epochs[method])} against {number(base)}"
-        lines.append(f"- {title(method)} {word} grokking here (median epochs {pair}).")
+    base, lines = {r["seed"]: epochs_of(r) for r in groups.get("baseline", [])}, []
+    for method in [m for m in groups if m != "baseline"]:
+        pairs = [(epochs_of(r), base[r["seed"]]) for r in groups[method] if r["seed"] in base]
+        earlier = sum(a < b for a, b in pairs)
+        shown = ", ".join(f"{number(a)} against {number(b)}" for a, b in pairs)
+        word = f"earlier than the baseline on {earlier} of {len(pairs)} seeds ({shown})"
+        lines.append(f"- {title(method)} at weight {groups[method][0]['weight']:g}: {word}.")
     text = sweep(rows, "tokens") + "\n" + "\n".join(lines) + "\n\n" + rise(rows, ["tokens"])
     traced = [r for g in groups.values() for r in g if r["history"]]
     if traced:
