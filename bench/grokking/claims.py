@@ -92,8 +92,13 @@ def short(rows: list[Row], tasks: list[str]) -> str:
             return (f"> {bound(runs)}" if math.isinf(middle) else number(middle)) + f" ({seeds})"
 
         rivals = [m for m in ("grokfast", "orthograd", "egalitarian") if m in groups]
-        first = min(rivals, key=epochs.__getitem__, default=None)
-        best = f"{title(first)}: {cell(first)}" if first else "not run"
+        best = "not run"
+        if rivals:
+            first = min(rivals, key=epochs.__getitem__)
+            best = f"{title(first)}: {cell(first)}"
+            if math.isinf(epochs[first]):
+                least = min(bound(groups[m]) for m in rivals)
+                best = f"none of {len(rivals)} groks by {least}"
         lines.append([TASKS[task].title, *map(cell, ("baseline", *OURS)), best])
     header = ["median epochs to grok", *map(title, ("baseline", *OURS)), "first of the rivals"]
     return table(header, lines)
