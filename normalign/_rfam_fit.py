@@ -217,6 +217,8 @@ def _update(
 ) -> tuple[Tensor | None, float]:  # fmt: skip
     """The next factor and its change; None where all gradients vanish, which leaves M as it is."""
     z, weight = found.points, system.weight
+    if weight is not None:
+        weight = weight.to(z.u.dtype)  # float64 where float32 would not do for the points
     if samples is None and found.size and z.u.shape[1]:
         (n, c), width = found.coef.shape, z.u.shape[1]
         method = _rfam_kernels.agop_method(n, n, c, width, True, system.threads)

@@ -157,6 +157,21 @@ def test_sample_weights_equal_duplicated_rows():
     torch.testing.assert_close(weighted.decision(x + 1), repeated.decision(x + 1))
 
 
+@pytest.mark.parametrize("n", [30, 300])
+def test_sample_weights_where_float32_will_not_do(n):
+    x, y = _table(n, 4, 2)
+    weight = torch.arange(n) % 3 + 1.0
+    fits = [
+        _rfam_fit.fit(x.to(t), y.to(t), sample_weight=weight.to(t), alpha=1.0, bandwidth=0.05)
+        for t in (torch.float32, torch.float64)
+    ]
+    single, double = (fit.machine for fit in fits)
+    assert single.points.dtype is torch.float64  # coordinates beyond float32's range
+    # The targets and points are the same numbers: only the centre is rounded to float32.
+    error = single.feature_matrix - double.feature_matrix
+    assert error.norm() < 1e-5 * double.feature_matrix.norm()
+
+
 def test_duplicates_without_ridge_warn_once():
     x, y = _table(20, 3, 2)
     x, y = x.repeat(2, 1), y.repeat(2, 1)
