@@ -22,10 +22,12 @@ struct AgopOf {
                    int64_t ldc, const T* weight, T* values, T* sums, T* block, double* r,
                    int threads);
   // n^3 whatever c and width: R = X^T B X, B from W, W diag(weight) W and coef. w: (48 panels)^2,
-  // lanes: 2 c * 48 panels, rows: threads * (48 * 48 panels + 48 panels + 48 ldr + width ldr)
-  void (*gram)(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T* panels,
-               const T* points, const T* coef, int64_t ldc, const T* weight, T* w, T* lanes,
-               T* padded_points, T* rows, double* r, int threads);
+  // lanes: 2 c * 48 panels, rows: threads * (48 * 48 panels + 48 panels + 48 ldr + width ldr).
+  // Returns sum_i B_ii |x_i|^2: B_ii collects the squares that gradients are sums of, so that this
+  // over the trace of R tells how much of them cancelled.
+  double (*gram)(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T* panels,
+                 const T* points, const T* coef, int64_t ldc, const T* weight, T* w, T* lanes,
+                 T* padded_points, T* rows, double* r, int threads);
 };
 
 struct AgopTable {

@@ -64,9 +64,9 @@ void streamed(int kernel, double exponent, int64_t m, int64_t n, int64_t c, int6
 }
 
 template <class T>
-void gram(int kernel, double exponent, int64_t n, int64_t c, int64_t width, Address panels,
-          Address points, Address coef, int64_t ldc, Address weight, Address w, Address lanes,
-          Address padded_points, Address rows, Address r, int threads) {
+double gram(int kernel, double exponent, int64_t n, int64_t c, int64_t width, Address panels,
+            Address points, Address coef, int64_t ldc, Address weight, Address w, Address lanes,
+            Address padded_points, Address rows, Address r, int threads) {
   check(kernel, n, c, width, ldc, threads);
   const T* pp = pointer<const T>("panels", panels, n);
   const T* xp = pointer<const T>("points", points, n);
@@ -78,8 +78,8 @@ void gram(int kernel, double exponent, int64_t n, int64_t c, int64_t width, Addr
   T* sp = pointer<T>("rows", rows, n);
   double* rp = pointer<double>("r", r, n);
   py::gil_scoped_release release;
-  agop_table<T>().gram(kernel, static_cast<T>(exponent), n, c, width, pp, xp, cp, ldc, vp, wp, lp,
-                       dp, sp, rp, threads);
+  return agop_table<T>().gram(kernel, static_cast<T>(exponent), n, c, width, pp, xp, cp, ldc, vp,
+                              wp, lp, dp, sp, rp, threads);
 }
 
 }  // namespace

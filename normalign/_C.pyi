@@ -287,7 +287,7 @@ def agop_gram_f32(
     rows: int,
     r: int,
     threads: int,
-) -> None: ...
+) -> float: ...
 def agop_gram_f64(
     kernel: int,
     exponent: float,
@@ -305,7 +305,7 @@ def agop_gram_f64(
     rows: int,
     r: int,
     threads: int,
-) -> None: ...
+) -> float: ...
 def cholesky_factor_f32(
     n: int, packed: int, inverse: int, threads: int
 ) -> tuple[int, float, float]: ...

@@ -450,11 +450,19 @@ def _gram(
         x, scratch, rows * rows, 2 * c * rows, rows * _row(width), threads * own
     )
     r = x.u.new_empty(threads, width, width, dtype=torch.float64)
-    native("agop_gram", x.u.dtype)(
+    squares = native("agop_gram", x.u.dtype)(
         x.kernel.code, x.kernel.exponent, n, c, width, x.panels(threads).data_ptr(),
         x.u.data_ptr(), coef.data_ptr(), coef.stride(0), _address(weight), w, lanes, points,
         workspace, r.data_ptr(), threads,
     )  # fmt: skip
+    if x.u.dtype is torch.float32:
+        # The form adds up squares of what cancels within a gradient, most where points are close.
+        # Errors were 0.3 to 0.7 times this on 140 tables of normal, clustered and repeated rows.
+        error = torch.finfo(torch.float32).eps / 2 * math.sqrt(n) * squares
+        if not 0.4 * error <= 1e-5 * float(r[0].trace()):
+            exact = Points(x.u.double(), x.kernel)
+            weight = None if weight is None else weight.double()
+            return _gram(exact, exact, coef.double(), threads, weight, scratch)
     return r[0]
 
 

@@ -53,7 +53,8 @@ def fit_bytes(rows: int, features: int, outputs: int, itemsize: int) -> int:
     By the kernels of the CPU: half of an ``n x n`` matrix (a whole one where the AGOP takes its
     Gram form), some arrays of the size of the data and of the targets, and ``d x d`` matrices. A
     float32 fit takes twice the matrix where only a factor in float64 will do: for duplicates with
-    next to no ridge, or columns whose range float32 can't hold.
+    next to no ridge, or columns whose range float32 can't hold; and so where an AGOP in its Gram
+    form loses too many digits, as it does where points are in narrow clusters.
     """
     n, d, c = rows, features, outputs
     r = min(n, d)

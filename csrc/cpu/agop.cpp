@@ -269,9 +269,9 @@ void fill_b(int64_t i, int64_t rows, int64_t c, const T* w, const T* lanes, cons
 }
 
 template <class T>
-void gram(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T* panels,
-          const T* points, const T* coef, int64_t ldc, const T* weight, T* w, T* lanes,
-          T* padded_points, T* workspace, double* r, int threads) {
+double gram(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T* panels,
+            const T* points, const T* coef, int64_t ldc, const T* weight, T* w, T* lanes,
+            T* padded_points, T* workspace, double* r, int threads) {
   const int64_t count = panels_of(n), rows = count * P, ldr = row_length(width);
   clear(r, threads * width * width);
   clear(padded_points, rows * ldr);
@@ -315,6 +315,15 @@ void gram(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T* 
     }
     half.flush();
   }
+  double squares = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const T* x = padded_points + i * ldr;
+    double sum = 0, size = 0;
+    for (int t = 0; t < threads; ++t)
+      sum += double((workspace + t * GramRows<T>::size(rows, width) + P * rows)[i]);
+    for (int64_t t = 0; t < width; ++t) size += double(x[t]) * double(x[t]);
+    squares -= sum * size;
+  }
   for (int64_t a = 0; a < width; ++a)
     for (int64_t b = 0; b <= a; ++b) {
       double sum = 0;
@@ -323,6 +332,7 @@ void gram(int kernel, T exponent, int64_t n, int64_t c, int64_t width, const T* 
       for (int t = 0; t < threads; ++t)
         r[(t * width + a) * width + b] = r[(t * width + b) * width + a] = t == 0 ? sum : 0;
     }
+  return squares;
 }
 
 }  // namespace
