@@ -211,25 +211,33 @@ def fit(
     return result
 
 
+# Gradients of about the root of this size come from kernel values that float32 rounds to 0, and
+# float64 does not: all points are far from each other for the bandwidth.
+_LEAST_TRACE = 1e-60
+
+
 def _update(
     system: System, found: Solution, factor: Tensor, samples: int | None,
     generator: torch.Generator | None,
 ) -> tuple[Tensor | None, float]:  # fmt: skip
     """The next factor and its change; None where all gradients vanish, which leaves M as it is."""
-    z, weight = found.points, system.weight
+    z, coef, weight = found.points, found.coef, system.weight
     if weight is not None:
         weight = weight.to(z.u.dtype)  # float64 where float32 would not do for the points
     if samples is None and found.size and z.u.shape[1]:
-        (n, c), width = found.coef.shape, z.u.shape[1]
+        (n, c), width = coef.shape, z.u.shape[1]
         method = _rfam_kernels.agop_method(n, n, c, width, True, system.threads)
         agop, _ = _rfam_kernels.agop_scaled(
-            z, z, found.coef, found.size, system.threads, weight, method, system.scratch
+            z, z, coef, found.size, system.threads, weight, method, system.scratch
         )
-        return next_factor(factor, agop)
+        if z.u.dtype is torch.float64 or float(agop.trace()) > _LEAST_TRACE:
+            return next_factor(factor, agop)
+        z, coef = Points(z.u.double(), z.kernel), coef.double()
+        weight = None if weight is None else weight.double()
     points = z
     if samples is not None:
         rows = torch.randint(z.u.shape[0], (samples,), generator=generator)
         points = Points(z.u[rows], z.kernel)
         weight = None if weight is None else weight[rows]
-    agop = _rfam_kernels.agop(points, z, found.coef, system.threads, weight, scratch=system.scratch)
+    agop = _rfam_kernels.agop(points, z, coef, system.threads, weight, scratch=system.scratch)
     return next_factor(factor, agop)

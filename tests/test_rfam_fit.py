@@ -172,6 +172,18 @@ def test_sample_weights_where_float32_will_not_do(n):
     assert error.norm() < 1e-5 * double.feature_matrix.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_below_the_range_of_float32(dtype):
+    # Two points 15 bandwidths apart: the kernel between them is e^-112, and all gradients point
+    # from one to the other.
+    x = torch.tensor([[0.0, 1.0, 2.0], [9.0, 13.0, 2.0]], dtype=dtype)
+    y = torch.eye(2, dtype=dtype)
+    machine = _rfam_fit.fit(x, y, alpha=1.0, bandwidth=1.0, kernel="gaussian", n_iter=2).machine
+    along = (x[1] - x[0]).double()
+    expected = 3.0 * torch.outer(along, along) / along.square().sum()
+    torch.testing.assert_close(machine.feature_matrix, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_duplicates_without_ridge_warn_once():
     x, y = _table(20, 3, 2)
     x, y = x.repeat(2, 1), y.repeat(2, 1)

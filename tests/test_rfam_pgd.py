@@ -100,6 +100,21 @@ def test_a_row_does_not_depend_on_its_block(m, dtype, isa):
     assert ((last - exact).abs() < 1e-4).double().mean() > (0.97 if m > 15 else 0.8)
 
 
+@pytest.mark.parametrize("isa", isa_names())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_l2_steps_along_denormal_gradients(dtype, isa):
+    # The gradient points away from the only training point, however little is left of it.
+    points = torch.zeros(1, 2, dtype=dtype)
+    machine = fit(points, torch.ones(1, 1, dtype=dtype), alpha=1.0, bandwidth=1.0, n_iter=1).machine
+    distance = 96.0 if dtype is torch.float32 else 730.0  # e^-D is a denormal number
+    x = distance * torch.tensor([[0.6, 0.8]], dtype=dtype)
+    target = torch.ones(1, 1, dtype=dtype)
+    with instruction_set(isa):
+        result = pgd(machine, x, target, eps=2.0, step=0.5, iters=2, norm="l2")
+    torch.testing.assert_close(result.x, x * (1 + 1 / distance), rtol=1e-3, atol=0.0)
+    assert result.zero_gradients.tolist() == [0]
+
+
 def test_frozen_features_and_bounds():
     machine = _machine(dtype=torch.float32)
     x = torch.rand(20, 5)

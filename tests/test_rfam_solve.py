@@ -213,3 +213,25 @@ def test_agop_in_scratch(method, size):
     g = -np.einsum("ij,jk,ijt->ikt", w, y.double().numpy(), delta)
     exact = np.einsum("ikt,iks->ts", g, g)
     assert np.abs(got.numpy() / size**2 - exact).max() < 1e-5 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_gram_form_where_squares_cancel(weighted, threads):
+    # Narrow clusters, like signs within each: large terms of neighbours cancel in every gradient.
+    g = torch.Generator().manual_seed(0)
+    centres, labels = torch.randn(4, 6, generator=g), torch.arange(150) % 4
+    x = centres[labels] + 1e-3 * torch.randn(150, 6, generator=g)
+    coef = torch.nn.functional.one_hot(labels, 4) + 0.01 * torch.randn(150, 4, generator=g)
+    weight = torch.arange(150) % 3 + 1.0 if weighted else None
+    points = Points(x, make_kernel("laplace", 4.0))
+    got = _rfam_kernels.agop(points, points, coef, threads, weight, "gram").numpy()
+    u = x.double().numpy()
+    delta = u[:, None, :] - u[None, :, :]
+    distance = np.linalg.norm(delta, axis=2)
+    w = np.divide(np.exp(-distance / 4.0), distance, out=np.zeros_like(distance),
+                  where=distance > 0) / 4.0  # fmt: skip
+    gradients = -np.einsum("ij,jk,ijt->ikt", w, coef.double().numpy(), delta)
+    counts = np.ones(150) if weight is None else weight.numpy()
+    exact = np.einsum("i,ikt,iks->ts", counts, gradients, gradients)
+    assert np.abs(got - exact).max() < 1e-5 * np.abs(exact).max()

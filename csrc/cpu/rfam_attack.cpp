@@ -203,9 +203,11 @@ void step_linf(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T*
   }
 }
 
-// One step from `current` along g, back into the ball around x and the bounds.
+// One step from `current` along g, back into the ball around x and the bounds. Each lane of g is
+// divided by its largest size first: squares of tiny gradients, and the reciprocals of denormal
+// ones, would leave the range of the type.
 template <class T>
-void step_l2(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T* current) {
+void step_l2(const AttackSettings<T>& s, int64_t d, const T* x, T* g, T* current) {
   alignas(64) T factor[P], back[P], size[P], norm[P];
   const T eps = s.eps ? s.eps[0] : s.eps_all, step = s.step ? s.step[0] : s.step_all;
   for (int64_t l = 0; l < P; ++l) size[l] = norm[l] = back[l] = T(0);
@@ -214,14 +216,14 @@ void step_l2(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T* c
       const T a = g[t * P + l] < 0 ? -g[t * P + l] : g[t * P + l];
       size[l] = a > size[l] ? a : size[l];
     }
-  for (int64_t l = 0; l < P; ++l) size[l] = size[l] > 0 ? T(1) / size[l] : T(0);
+  for (int64_t l = 0; l < P; ++l) size[l] = size[l] > 0 ? size[l] : T(1);
   for (int64_t t = 0; t < d; ++t)
     for (int64_t l = 0; l < P; ++l) {
-      const T scaled = g[t * P + l] * size[l];  // squares of small gradients would vanish
-      norm[l] += scaled * scaled;
+      g[t * P + l] /= size[l];
+      norm[l] += g[t * P + l] * g[t * P + l];
     }
   for (int64_t l = 0; l < P; ++l)
-    factor[l] = norm[l] > 0 ? step * size[l] / T(__builtin_sqrt(norm[l])) : T(0);
+    factor[l] = norm[l] > 0 ? step / T(__builtin_sqrt(norm[l])) : T(0);
   for (int64_t t = 0; t < d; ++t)
     for (int64_t l = 0; l < P; ++l) {
       const T move = current[t * P + l] + factor[l] * g[t * P + l] - x[t * P + l];
