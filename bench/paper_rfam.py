@@ -49,7 +49,7 @@ SEARCH = ("valid_acc", "reg", "iteration", "search_seconds", "fold_seconds")
 # Runs with the published sampling of AGOP points, for tables whose figures differ.
 SAMPLED_KEYS = ("table", "alpha", "seed")
 SAMPLED_COLUMNS = (*SAMPLED_KEYS, "reg", "iteration", "test_acc", "success", "error")
-SAMPLED_ROWS = 1000  # larger tables are left out of these runs
+CHANCE_ROWS = 4000  # larger tables are left out of these runs, and of those of all choices
 AGOP_POINTS = 20_000
 COLUMNS = (*KEYS, "rows", "features", "classes", *SEARCH, *FIGURES, "error")
 
@@ -248,6 +248,8 @@ def predicted_seconds(table: Table) -> float:
 
 
 def main() -> None:
+    import paper_rfam_candidates as candidates  # which imports this module
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=pathlib.Path, help="archive (tar or folder)")
     parser.add_argument("--tabarena", type=pathlib.Path, help="folder of NAME.csv.gz tables")
@@ -261,6 +263,9 @@ def main() -> None:
     parser.add_argument("--memory", help='memory for one table, such as "8GB"')
     parser.add_argument(
         "--sampled", type=int, default=0, help="seeds of drawn AGOP points where figures differ"
+    )
+    parser.add_argument(
+        "--candidates", action="store_true", help="every (reg, iteration) where figures differ"
     )
     parser.add_argument("--jobs", type=int, default=1, help="tables at once, one thread each")
     parser.add_argument(
@@ -318,11 +323,24 @@ def main() -> None:
             predicted_seconds(by_name[name]) * args.sampled,
         )
         for name, alpha in differing(file.rows, published)
-        if name in by_name and args.sampled and len(by_name[name].X) <= SAMPLED_ROWS
+        if name in by_name and args.sampled and len(by_name[name].X) <= CHANCE_ROWS
     ]
     extra.sort(key=lambda task: task.cost)
     run_tasks(extra, sampled_work, drawn, n_jobs=args.jobs, threads=1, description="drawn")
-    print(report(file.rows, drawn.rows, published, args.out, left_out))
+    choices = ResultFile(
+        args.out / "paper_rfam_candidates.csv", candidates.COLUMNS, candidates.KEYS,
+        fingerprint(settings),
+    )  # fmt: skip
+    every = [
+        Task(candidates.keys(name, alpha), by_name[name], predicted_seconds(by_name[name]) * 15)
+        for name, alpha in differing(file.rows, published)
+        if name in by_name and args.candidates and len(by_name[name].X) <= CHANCE_ROWS
+    ]
+    every.sort(key=lambda task: task.cost)
+    run_tasks(
+        every, candidates.work, choices, n_jobs=args.jobs, threads=1, description="candidates"
+    )
+    print(report(file.rows, drawn.rows, choices.rows, published, args.out, left_out))
 
 
 if __name__ == "__main__":
