@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -56,7 +55,7 @@ print(json.dumps(peaks))
 
 
 @pytest.fixture(scope="module")
-def peaks():
+def peaks(tmp_path_factory):
     if _load.cpu_error is not None:
         pytest.skip(_load.cpu_error)
     if not os.access("/proc/self/clear_refs", os.W_OK):
@@ -75,7 +74,7 @@ def peaks():
         capture_output=True,
         text=True,
         check=True,
-        cwd=pathlib.Path(__file__).parents[1],
+        cwd=tmp_path_factory.mktemp("away"),  # not where the sources hide the installed package
         env=environment,
     )
     return json.loads(run.stdout)
