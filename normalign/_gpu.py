@@ -20,6 +20,10 @@ emulating = False
 def _device_reason(index: int) -> str | None:
     """Why this GPU can't run the kernels that were built."""
     assert _load._cuda is not None
+    runtime, driver = _load._cuda.runtime_version(), _load._cuda.driver_version()
+    if driver // 1000 < runtime // 1000:  # as 12080; a driver runs all of its own major version
+        made, served = (f"CUDA {v // 1000}.{v % 1000 // 10}" for v in (runtime, driver))
+        return f"the CUDA kernels were built with {made}, and the driver is for {served}"
     built = [int(name) for name in _load._cuda.architectures.split(",")]
     major, minor = torch.cuda.get_device_capability(index)
     found = 10 * major + minor

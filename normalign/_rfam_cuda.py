@@ -166,8 +166,8 @@ def cholesky_solve(
     """Solves ``(K_p + ridge_p I) a = y`` for many systems p, in place, a block of the GPU each.
 
     Args:
-        k: Symmetric matrices, shape ``(B, n, n)``, contiguous; only the lower triangles are read,
-            and become the Cholesky factors.
+        k: Symmetric matrices, shape ``(B, n, n)``, float64, contiguous; only the lower triangles
+            are read, and become the Cholesky factors.
         y: Right-hand sides as rows, shape ``(B, c, n)``, contiguous; become the solutions.
         ridge: Shape ``(B,)``; None adds nothing.
         own_n: Order of each system, shape ``(B,)``, int32; None means n. What lies beyond is not
@@ -178,13 +178,13 @@ def cholesky_solve(
         hold nothing of use); the least pivot; the greatest entry of the diagonal.
     """
     count, n, _ = k.shape
+    assert k.dtype is torch.float64
     assert k.is_contiguous()
     assert y.is_contiguous()
     if count == 0 or n == 0:
         return k.new_tensor([[0.0, 1.0, 0.0]]).repeat(count, 1)
     info = k.new_empty(count, 3)
-    suffix = "f64" if k.dtype is torch.float64 else "f32"
-    getattr(_gpu.module(k.device), f"cholesky_solve_{suffix}")(
+    _gpu.module(k.device).cholesky_solve_f64(
         count, n, y.shape[1], 0 if own_n is None else own_n.data_ptr(),
         0 if ridge is None else ridge.data_ptr(), k.data_ptr(), y.data_ptr(), info.data_ptr(),
         *_gpu.where(k.device),

@@ -41,6 +41,12 @@ def _suffix(tensor: Tensor) -> str:
     return "f64" if tensor.dtype is torch.float64 else "f32"
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    """Its values as they are in memory, the entries of a row one behind the other."""
+    tensor = tensor.resolve_neg()
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 class GpuStack:
     """A stack of Linear layers on the GPU that its inputs are on."""
 
@@ -381,9 +387,7 @@ class _Function(torch.autograd.Function):
     def forward(
         ctx: Any, run: _Small | _Wide, x: Tensor, probes: Tensor, reduction: str, *parameters: Any
     ) -> tuple[Tensor, Tensor]:
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        probes = probes.to(x.dtype).contiguous()
+        x, probes = _plain(x), _plain(probes.to(x.dtype)).contiguous()
         logits, penalty = run.forward(x, probes, parameters, reduction == "mean")
         ctx.set_materialize_grads(False)
         ctx.run, ctx.reduction = run, reduction
@@ -403,7 +407,9 @@ class _Function(torch.autograd.Function):
         if ctx.reduction == "mean":
             factor /= x.shape[0]
         if grad_logits is not None:
-            grad_logits = grad_logits.contiguous()
+            grad_logits = grad_logits.resolve_neg().contiguous()
+        if grad_penalty is not None:
+            grad_penalty = grad_penalty.resolve_neg()
         of = (grad_logits, grad_penalty, factor)
         grads = ctx.run.backward(x, probes, parameters, of, ctx.needs_input_grad[4:])
         return (None, None, None, None, *grads)
@@ -421,9 +427,8 @@ class _LossFunction(torch.autograd.Function):
         parts: Tensor,
         *parameters: Any,
     ) -> Tensor:
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        probes, target = probes.to(x.dtype).contiguous(), criterion.target.contiguous()
+        x, probes = _plain(x), _plain(probes.to(x.dtype)).contiguous()
+        target = criterion.target.resolve_neg().contiguous()
         total, task = x.new_empty(()), parts.data_ptr()
         means = (
             CRITERIA[criterion.kind], target.data_ptr(), criterion.ignore_index,
@@ -441,5 +446,5 @@ class _LossFunction(torch.autograd.Function):
         x, probes, *parameters = ctx.saved_tensors
         factor = 2.0 * ctx.weight / (probes.shape[0] * x.shape[0])
         wanted, of = ctx.needs_input_grad[6:], (None, None, factor)
-        grads = ctx.run.backward(x, probes, parameters, of, wanted, grad_total)
+        grads = ctx.run.backward(x, probes, parameters, of, wanted, grad_total.resolve_neg())
         return (*(None,) * 6, *grads)

@@ -17,8 +17,11 @@ needs_emulator = pytest.mark.skipif("emulated" not in gpu_devices(), reason="not
 def built_for(monkeypatch):
     """As if the CUDA module had been built for these architectures."""
 
-    def build(names):
-        monkeypatch.setattr(_load, "_cuda", types.SimpleNamespace(architectures=names))
+    def build(names, runtime=13000, driver=13010):
+        module = types.SimpleNamespace(
+            architectures=names, runtime_version=lambda: runtime, driver_version=lambda: driver
+        )
+        monkeypatch.setattr(_load, "_cuda", module)
         monkeypatch.setattr(_load, "cuda_error", None)
         _gpu._device_reason.cache_clear()
 
@@ -40,6 +43,25 @@ def built_for(monkeypatch):
 def test_architecture_of_the_device(built_for, monkeypatch, built, found, reason):
     built_for(built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: found)
+    got = _gpu.unavailable_reason(CUDA)
+    if reason is None:
+        assert got is None
+    else:
+        assert reason in got
+
+
+@pytest.mark.parametrize(
+    ("runtime", "driver", "reason"),
+    [
+        (13000, 12080, "were built with CUDA 13.0, and the driver is for CUDA 12.8"),
+        (12080, 12040, None),  # minor versions are compatible
+        (12080, 13000, None),
+    ],
+)
+def test_version_of_the_driver(built_for, monkeypatch, runtime, driver, reason):
+    """Torch may run on a driver for which our kernels are too new."""
+    built_for("90", runtime, driver)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     got = _gpu.unavailable_reason(CUDA)
     if reason is None:
         assert got is None

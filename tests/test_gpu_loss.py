@@ -119,6 +119,24 @@ def test_a_class_out_of_range_is_nan(device):
     assert torch.isnan(loss_fn(model, torch.randn(3, 5, device=device), y))
 
 
+def test_negated_views(device):
+    """Tensors whose memory holds the negative of their values, as imaginary parts may be."""
+    model = _model(5, 3, device, torch.float64)
+    x, values = torch.randn(2, 6, 5, dtype=torch.float64, device=device)
+    y = torch._neg_view(values[:, :3].contiguous())
+    assert y.is_neg()
+    _check(model, torch._neg_view(x), y, nn.MSELoss())
+    v = torch.randn(1, 6, 3, dtype=torch.float64, device=device)
+    wanted = [model[0].weight, model[0].bias]
+    results = []
+    for turn in (torch._neg_view, lambda t: torch._neg_view(t).resolve_neg()):
+        logits, value = normalign.grokalign(model, x, probe_vectors=v, reduction="none")
+        cotangents = [turn(torch.ones_like(t)) for t in (logits, value)]
+        results.append(torch.autograd.grad((logits, value), wanted, cotangents))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_what_the_kernels_do_not_take_is_torchs(device):
     """Class probabilities, and the joint penalty."""
     x, model = torch.randn(6, 5, device=device), _model(5, 3, device)

@@ -54,6 +54,11 @@ PYBIND11_MODULE(NORMALIGN_GPU_MODULE, m) {
     cudaRuntimeGetVersion(&version);
     return version;
   });
+  m.def("driver_version", [] {
+    int version = 0;  // stays so without a driver
+    cudaDriverGetVersion(&version);
+    return version;
+  });
 #else
   m.attr("architectures") = "emulated";
   m.def("launches", &emu::launches);

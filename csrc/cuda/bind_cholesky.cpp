@@ -26,7 +26,6 @@ void cholesky_solve(int count, int64_t n, int64_t c, Address sizes, Address ridg
 }  // namespace
 
 void bind_cholesky_gpu(py::module_& m) {
-  m.def("cholesky_solve_f32", &cholesky_solve<float>);
   m.def("cholesky_solve_f64", &cholesky_solve<double>);
 }
 

@@ -114,7 +114,6 @@ void bind_laplace_gpu(py::module_& m) {
   m.def("laplace_gradient_f64", &gradient<double>);
   m.def("laplace_jacobian_f32", &jacobian<float>);
   m.def("laplace_jacobian_f64", &jacobian<double>);
-  m.def("laplace_project_f32", &project<float>);
   m.def("laplace_project_f64", &project<double>);
 }
 

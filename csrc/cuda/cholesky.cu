@@ -9,7 +9,7 @@ Status cholesky_solve_gpu(const GpuSystems<T>& systems, Stream stream) {
   return launch_status();
 }
 
-template Status cholesky_solve_gpu<float>(const GpuSystems<float>&, Stream);
+// Systems of kernels are solved in float64 alone.
 template Status cholesky_solve_gpu<double>(const GpuSystems<double>&, Stream);
 
 }  // namespace normalign

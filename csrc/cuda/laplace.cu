@@ -82,11 +82,12 @@ Status project_gpu(int count, int64_t m, int d, int width, const int* table, con
   template Status laplace_gradient_gpu<T>(GpuKernel<T>, GpuBatch, int64_t, int64_t, int, int, int, \
                                           const T*, const T*, const T*, const T*, T*, Stream);     \
   template Status laplace_jacobian_gpu<T>(GpuKernel<T>, GpuBatch, int64_t, int64_t, int, int, int, \
-                                          const T*, const T*, const T*, T*, Stream);               \
-  template Status project_gpu<T>(int, int64_t, int, int, const int*, const double*, const double*, \
-                                 T*, Stream)
+                                          const T*, const T*, const T*, T*, Stream)
 NORMALIGN_INSTANCE(float);
 NORMALIGN_INSTANCE(double);
 #undef NORMALIGN_INSTANCE
+// Points enter factor space in float64.
+template Status project_gpu<double>(int, int64_t, int, int, const int*, const double*,
+                                    const double*, double*, Stream);
 
 }  // namespace normalign
