@@ -14,8 +14,9 @@ import torch
 from tables import Table
 
 from normalign._pgd import Settings
-from normalign._rfam_batch import Problem, Queries, Tables, fit, solve
+from normalign._rfam_batch import fit, solve
 from normalign._rfam_batch_attack import Figures, attacks, measures
+from normalign._rfam_tables import Problem, Queries, Tables
 
 
 @dataclasses.dataclass

@@ -13,7 +13,8 @@ from torch import Tensor
 from normalign import _pgd, _rfam_attack_cuda, _rfam_cuda
 from normalign._jacobian_measures import effective_ranks, normal_alignments
 from normalign._pgd import Settings
-from normalign._rfam_batch import Array, Machines, Queries, padded
+from normalign._rfam_batch import Machines
+from normalign._rfam_tables import Array, Queries, padded
 
 
 @dataclass

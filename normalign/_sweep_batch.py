@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from normalign import _dispatch
-from normalign._rfam_batch import MOST_POINTS, Fitted, Problem, Queries, Tables, fit
+from normalign._rfam_batch import MOST_POINTS, Fitted, fit
 from normalign._rfam_batch_attack import attacks, measures
 from normalign._rfam_memory import check_memory
+from normalign._rfam_tables import Problem, Queries, Tables
 from normalign._sweep_runner import Row, Task, run_one
 from normalign._sweep_task import (
     MEASURED_ROWS,
@@ -27,7 +28,7 @@ from normalign._sweep_task import (
     target_values,
 )
 
-# Bytes of the matrices of one batch.
+# Bytes of the largest arrays of one batch.
 _BYTES = 1 << 31
 
 
@@ -61,8 +62,12 @@ def run(payload: FoldTask | TableTask, missing: list[Row]) -> Iterator[Row]:
 
 def _batches(task: TableTask, missing: list[Row]) -> Iterator[list[Row]]:
     """Keys that go together: one bandwidth and kernel, and matrices that fit."""
-    rows = max(len(fold.train) for fold in task.folds.values())
-    step = max(1, _BYTES // (8 * rows * rows))
+    folds = list(task.folds.values())
+    rows = max(len(fold.train) for fold in folds)
+    outputs = max(fold.classes or fold.y.shape[1] for fold in folds)
+    # Kernel matrices, and the gradients of every output at every point.
+    most = max(rows, outputs * folds[0].X.shape[1])
+    step = max(1, _BYTES // (8 * rows * most))
 
     def shared(key: Row) -> tuple[float, str]:
         return key["bandwidth"], str(key["kernel"])

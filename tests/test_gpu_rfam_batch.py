@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from normalign import _rfam_batch, _rfam_fit
-from normalign._rfam_batch import Problem, Queries, Tables
+from normalign._rfam_tables import Problem, Queries, Tables
 from normalign.testing import gpu_devices, on_gpu
 
 
@@ -133,3 +133,6 @@ def test_constant_table_and_bad_input(device):
     x[1, 1] = float("nan")
     with pytest.raises(ValueError, match="X must be finite"):
         Tables([x], [y], device)
+    y[0, 1] = float("inf")
+    with pytest.raises(ValueError, match="y must be finite"):
+        Tables([torch.ones(4, 3)], [y], device)
