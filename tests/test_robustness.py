@@ -9,7 +9,14 @@ import pytest
 import torch
 from sklearn.datasets import make_classification
 
-from normalign import RFAMClassifier, RFAMRegressor, certified_radius, pgd_attack, robustness_report
+from normalign import (
+    RFAMClassifier,
+    RFAMRegressor,
+    _load,
+    certified_radius,
+    pgd_attack,
+    robustness_report,
+)
 from normalign._certificate import certified_distance, unit_distance
 from normalign._jacobian_measures import effective_ranks, normal_alignments
 
@@ -425,3 +432,17 @@ def test_report_refuses():
         robustness_report(RFAMRegressor().fit(X, X[:, 0]), X, y)
     with pytest.raises(AttributeError, match="machine_"):
         robustness_report(RFAMClassifier(), X, y)
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+@pytest.mark.parametrize("best_iterate", [True, False])
+def test_one_class_cannot_be_turned(best_iterate, implementation, monkeypatch):
+    if implementation == "native" and _load.cpu_error is not None:
+        pytest.skip("needs the native kernels")
+    monkeypatch.setenv("NORMALIGN_IMPL", implementation)
+    x = np.random.default_rng(0).normal(size=(12, 3))
+    model = RFAMClassifier().fit(x, np.full(12, 7))
+    attack = {"best_iterate": best_iterate, "steps": 3}
+    report = robustness_report(model, x, np.full(12, 7), eps=[0.5, 1.0], attack=attack)
+    assert report.robust_accuracy == [1.0, 1.0, 1.0]
+    assert report.accuracy_at_result == [1.0, 1.0, 1.0]

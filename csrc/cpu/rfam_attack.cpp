@@ -242,18 +242,20 @@ void step_l2(const AttackSettings<T>& s, int64_t d, const T* x, T* g, T* current
   }
 }
 
-// Keeps points and outputs of those lanes where `reached` is better than any before.
+// Keeps points and outputs of those lanes where `reached` is better than any before, and of all at
+// first: where nothing is better (NaN, or the margin of a single class), the start is the result.
 template <class T>
-void keep_best(Select select, int64_t d, int64_t c, const T* reached, const T* current, const T* f,
-               T* value, T* best, T* best_f) {
+void keep_best(Select select, bool first, int64_t d, int64_t c, const T* reached, const T* current,
+               const T* f, T* value, T* best, T* best_f) {
   T better[P];
-  bool any = false;
+  bool any = first;
   for (int64_t l = 0; l < P; ++l) {
     better[l] = T(reached[l] > value[l] || select == Select::last);
     any = any || better[l] > 0;
   }
   if (!any) return;
   for (int64_t l = 0; l < P; ++l) value[l] = better[l] > 0 ? reached[l] : value[l];
+  for (int64_t l = 0; l < P; ++l) better[l] = first ? T(1) : better[l];
   for (int64_t t = 0; t < d; ++t)
     for (int64_t l = 0; l < P; ++l)
       best[t * P + l] = better[l] > 0 ? current[t * P + l] : best[t * P + l];
@@ -281,10 +283,7 @@ void attack_block(const AttackedMachine<T>& machine, const AttackSettings<T>& se
       current[t * P + l] = best[t * P + l] = l < rows ? current_rows[l * d + t] : machine.mean[t];
     }
   for (int64_t k = 0; k < c; ++k)
-    for (int64_t l = 0; l < P; ++l) {
-      target[k * P + l] = l < rows ? targets[l * c + k] : T(0);
-      best_f[k * P + l] = T(__builtin_nan(""));  // stays where every output was NaN
-    }
+    for (int64_t l = 0; l < P; ++l) target[k * P + l] = l < rows ? targets[l * c + k] : T(0);
   for (int64_t e = 0; e < r * P; ++e) g[e] = scaled[e] = T(0);  // lanes that no product writes
   for (int64_t e = 0; e < d * P; ++e) g_x[e] = T(0);
   for (int64_t l = 0; l < P; ++l) {
@@ -309,7 +308,7 @@ void attack_block(const AttackedMachine<T>& machine, const AttackSettings<T>& se
     for (int64_t l = 0; settings.select == Select::margin && l < P; ++l)
       reached[l] = margin_of(c, f, l, label[l]);
     if (last || settings.select != Select::last)
-      keep_best(settings.select, d, c, reached, current, f, value, best, best_f);
+      keep_best(settings.select, iteration == 0, d, c, reached, current, f, value, best, best_f);
     if (last) break;
     for (int64_t e = 0; e < r * P; ++e) g[e] = T(0);
     for (int64_t l = 0; l < P; ++l) total[l] = moved[l] = T(0);
