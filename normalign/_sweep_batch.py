@@ -66,8 +66,10 @@ def _batches(task: TableTask, missing: list[Row]) -> Iterator[list[Row]]:
     rows = max(len(fold.train) for fold in folds)
     outputs = max(fold.classes or fold.y.shape[1] for fold in folds)
     # Kernel matrices, and the gradients of every output at every point.
-    most = max(rows, outputs * folds[0].X.shape[1])
-    step = max(1, _BYTES // (8 * rows * most))
+    columns = outputs * folds[0].X.shape[1]
+    most = max(rows, columns)
+    # A launch has at most 65535 blocks in its third direction, one for each 64 columns.
+    step = max(1, min(_BYTES // (8 * rows * most), 65535 // (columns // 64 + 1)))
 
     def shared(key: Row) -> tuple[float, str]:
         return key["bandwidth"], str(key["kernel"])

@@ -53,7 +53,7 @@ def device(request):
 def way(request, monkeypatch):
     """Both ways must serve any stack: a wide one is only slower on a small stack."""
     if request.param == "wide":
-        monkeypatch.setattr(_stack_cuda, "_Small", _stack_cuda._Wide)
+        monkeypatch.setattr(_stack_cuda, "_Small", _stack_cuda.WideStep)
     return request.param
 
 
@@ -282,7 +282,7 @@ def test_launches_of_a_step():
 def test_launches_of_a_wide_step(monkeypatch):
     if "emulated" not in gpu_devices():
         pytest.skip("launches are counted by the emulated kernels")
-    monkeypatch.setattr(_stack_cuda, "_Small", _stack_cuda._Wide)
+    monkeypatch.setattr(_stack_cuda, "_Small", _stack_cuda.WideStep)
     with on_gpu("emulated"):
         x, probes = _data(5, 3, 9, torch.float32, "cpu")
         # Each hidden layer: forward, adjoint, tangent, backward; and the projection.

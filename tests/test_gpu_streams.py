@@ -28,7 +28,7 @@ def _step(penalty="orthogonal"):
 
 
 def _wide_step(monkeypatch):
-    monkeypatch.setattr(_stack_cuda, "_Small", _stack_cuda._Wide)
+    monkeypatch.setattr(_stack_cuda, "_Small", _stack_cuda.WideStep)
     _step()
 
 

@@ -11,7 +11,7 @@
 namespace normalign {
 
 inline void check(Status status) {
-  if (status) throw std::runtime_error(std::string("CUDA launch failed: ") + status);
+  if (status) throw std::runtime_error(std::string("CUDA call failed: ") + status);
 }
 
 inline Stream stream_of(Address stream) {
@@ -20,7 +20,9 @@ inline Stream stream_of(Address stream) {
 
 #if defined(NORMALIGN_WITH_CUDART)
 inline void check_cuda(cudaError_t error) {
-  if (error != cudaSuccess) check(cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // or the next launch would be blamed for it
+  check(cudaGetErrorString(error));
 }
 inline int current_device() {
   int device = 0;
