@@ -135,9 +135,8 @@ def pgd(
         reached = attack_loss(f, targets, "margin" if select == "margin" else loss)
         better = (reached > value) | (select == "last")
         value = torch.where(better, reached, value)
-        better |= (
-            iteration == 0
-        )  # where nothing is better (NaN, one class), the start is the result
+        # Where nothing is better (NaN, a single class), the start is the result.
+        better |= iteration == 0
         best = torch.where(better.unsqueeze(1), current, best)
         outputs = torch.where(better.unsqueeze(1), f, outputs)
         if iteration == iters:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from sklearn.model_selection import KFold, StratifiedKFold
 from sklearn.preprocessing import StandardScaler
@@ -19,9 +18,11 @@ from sklearn.utils.multiclass import type_of_target
 from normalign._attack_input import attack_settings
 from normalign._checks import check_choice, check_count, check_positive
 from normalign._pgd import Settings
+from normalign._rfam_kernels import make_kernel
+from normalign._rfam_memory import parse_bytes
 from normalign._sweep_batch import TableTask, applies, run
 from normalign._sweep_runner import ResultFile, Row, Task, fingerprint, run_tasks
-from normalign._sweep_task import Common, FoldTask, columns
+from normalign._sweep_task import Common, FoldTask, check_device, columns
 
 __all__ = ["SweepResult", "sweep"]
 
@@ -103,12 +104,14 @@ def sweep(
     """
     check_choice("task", task, ("auto", "classification", "regression"))
     check_choice("dtype", dtype, ("float32", "float64"))
-    _check_device(device)
+    check_device(device)
     check_count("n_iter", n_iter)
     check_count("threads", threads)
     if not isinstance(random_state, int):
         msg = f"random_state must be an integer, so that a sweep can resume, got {random_state!r}"
         raise ValueError(msg)
+    if memory_limit is not None:
+        parse_bytes(memory_limit)
     grid = _grid(alpha, reg, bandwidth, kernel)
     settings = attack_settings(attack)
     radii = tuple(float(radius) for radius in eps)
@@ -137,15 +140,10 @@ def sweep(
     return SweepResult(rows)
 
 
-def _check_device(device: str) -> None:
-    kind = torch.device(device).type
-    if kind == "cuda" and not torch.cuda.is_available():
-        msg = f"device must be usable, got {device!r}, but torch finds no GPU here"
-        raise ValueError(msg)
-
-
 def _several(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+    """Each value once, in the order given."""
+    many = isinstance(value, Iterable) and not isinstance(value, str)
+    return list(dict.fromkeys(value if many else [value]))
 
 
 def _grid(alpha: Any, reg: Any, bandwidth: Any, kernel: Any) -> list[list[Row]]:
@@ -163,7 +161,10 @@ def _grid(alpha: Any, reg: Any, bandwidth: Any, kernel: Any) -> list[list[Row]]:
             raise ValueError(msg)
     for value in lengths:
         check_positive("bandwidth", value)
-    groups = itertools.product(alphas, lengths, _several(kernel))
+    kernels = _several(kernel)
+    for value in kernels:
+        make_kernel(value, 1.0)
+    groups = itertools.product(alphas, lengths, kernels)
     return [
         [{"alpha": a, "reg": r, "bandwidth": length, "kernel": k} for r in regs]
         for a, length, k in groups

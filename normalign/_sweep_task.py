@@ -55,6 +55,14 @@ class FoldTask:
     common: Common
 
 
+def check_device(device: str) -> None:
+    """Refuses a device that is not there."""
+    kind = torch.device(device).type
+    if kind == "cuda" and not torch.cuda.is_available():
+        msg = f"device must be usable, got {device!r}, but torch finds no GPU here"
+        raise ValueError(msg)
+
+
 def columns(eps: tuple[float, ...]) -> list[str]:
     """Result columns that follow the key columns."""
     under_attack = [f"{name}_{radius:g}" for radius in eps for name in ("robust", "success")]

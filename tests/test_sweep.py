@@ -309,12 +309,24 @@ def test_plot_and_frame(tmp_path):
     assert len(result.to_frame()) == 4
 
 
+def test_settings_given_twice_run_once():
+    settings = {**SMALL, "alpha": [0.0, 0.0], "bandwidth": [3.0, 3], "kernel": ["laplace"] * 2}
+    keys = [(row["fold"], row["reg"]) for row in sweep(table(), progress=False, **settings).rows]
+    assert len(keys) == len(set(keys))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"alpha": 2.0}, ValueError, "alpha must lie between"),
         ({"reg": -1.0}, ValueError, "reg must be non-negative"),
         ({"bandwidth": 0.0}, ValueError, "bandwidth must be positive"),
+        (
+            {"kernel": ["laplace", 3.0]},
+            ValueError,
+            "kernel must be 'laplace', 'gaussian' or an exp",
+        ),
+        ({"memory_limit": "much"}, ValueError, "memory_limit must be bytes or text"),
         ({"eps": (0.0,)}, ValueError, "eps must be positive"),
         ({"folds": 1}, ValueError, "folds must be an integer of at least 2"),
         ({"n_iter": 0}, ValueError, "n_iter must be an integer"),
