@@ -45,12 +45,15 @@ def unavailable_reason(*tensors: Tensor) -> str | None:
 
 def gpu_unavailable_reason(*tensors: Tensor) -> str | None:
     """Why no CUDA kernel can take these tensors; ``None`` when one can."""
+    device = tensors[0].device
     for tensor in tensors:
+        if tensor.device != device:  # a kernel would take an address of the host for one of its own
+            return f"tensors are on {device} and {tensor.device}"
         if tensor.dtype not in NATIVE_DTYPES:
             return f"no native kernel for {tensor.dtype}"
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"{type(tensor).__name__} is a tensor subclass without plain memory"
-    return _gpu.unavailable_reason(tensors[0].device)
+    return _gpu.unavailable_reason(device)
 
 
 def gpu_module(*tensors: Tensor, override: str | None = None) -> Any:

@@ -117,6 +117,7 @@ def attack(
     ]  # fmt: skip
     eps, step = eps.to(dtype).contiguous(), step.to(dtype).contiguous()
     bounds = [b if b is None else b.to(dtype).expand(d).contiguous() for b in (lower, upper)]
+    assert all(t is None or t.device == device for t in (*arrays, points, eps, step, *bounds))
     suffix = "f64" if dtype is torch.float64 else "f32"
     getattr(_gpu.module(device), f"attack_{suffix}")(
         exponent, length, _LOSSES.index(loss), _SELECT.index(select), norm == "l2", iterations,

@@ -6,6 +6,7 @@ with a CPU tensor fails, as it would on a GPU.
 """
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 import normalign
-from normalign import _rfam_fit, _rfam_pgd, _sweep_task
+from normalign import _gpu, _rfam_batch, _rfam_batch_attack, _rfam_fit, _rfam_pgd, _sweep_task
 from normalign._pgd import PUBLISHED, STRONG
+from normalign._rfam_tables import Problem, Queries, Tables
 
 META = torch.device("meta")
 
@@ -97,3 +99,56 @@ def test_a_device_that_is_not_there():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match="device must be usable, got 'cuda', but torch finds no"):
         normalign.sweep((np.zeros((8, 2)), np.arange(8) % 2), device="cuda")
+
+
+class _AnyKernel:
+    """Stands for the module of CUDA kernels: every launch succeeds, with meta tensors alone."""
+
+    def __getattr__(self, name):
+        return self.launch
+
+    def launch(self, *arguments):
+        for value in arguments:
+            if isinstance(value, (list, tuple)):
+                self.launch(*value)
+            # The address of a meta tensor is 0; sizes are small.
+            assert not (isinstance(value, int) and value > 1 << 24), "the address of a CPU tensor"
+        return True
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_batched_fits_and_attacks(elsewhere, monkeypatch, failing):
+    """Also where a factorisation fails, and its ladder of jitters and eigenvalues are needed."""
+    monkeypatch.setattr(_gpu, "module", lambda device: _AnyKernel())
+    monkeypatch.setattr(_gpu, "where", lambda device: (0, 0))
+    solves = []
+    original = Tensor.tolist
+
+    def answer(t):
+        if not t.is_meta:
+            return original(t)
+        if t.dim() != 2 or t.shape[1] != 3:
+            return torch.zeros(t.shape, dtype=t.dtype).tolist()
+        solves.append(len(t))  # a solver's report: the first one fails
+        return [
+            [float(failing and len(solves) % 2 == 1 and b == 0), 1.0, 1.0] for b in range(len(t))
+        ]
+
+    monkeypatch.setattr(Tensor, "tolist", answer)
+    x = [torch.randn(9, 3), torch.randn(7, 2)]
+    y = [torch.eye(2)[torch.arange(len(part)) % 2] for part in x]
+    tables = Tables(x, y, META)
+    points = Queries(tables, x, [part.argmax(1).numpy() for part in y])
+    problems = [Problem(t, alpha, 0.1) for t in (0, 1) for alpha in (0.0, 1.0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of the jitter
+        found = _rfam_batch.fit(tables, problems, bandwidth=3.0, n_iter=3, valid=points)
+    assert len(solves) > 4
+    machines = found.machines
+    for name in ("factor", "points", "coef", "table", "own_n"):
+        assert getattr(machines, name).is_meta, name
+    assert machines.machine(1).points.is_meta
+    for settings in (PUBLISHED, STRONG):
+        figures = _rfam_batch_attack.attacks(machines, points, [0.1], settings, [0, 0])
+        assert len(figures) == len(problems)
+    assert len(_rfam_batch_attack.measures(machines, x)) == len(problems)

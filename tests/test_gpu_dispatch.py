@@ -111,6 +111,8 @@ def test_what_takes_the_reference(monkeypatch):
             normalign.orthogonal_projection(*torch.randn(2, 3, 4))
         assert _load._emu.launches() == before
         assert "bfloat16" in _dispatch.gpu_unavailable_reason(half)
+        x = torch.zeros(2)
+        assert _dispatch.gpu_unavailable_reason(x, x.to("meta")) == "tensors are on cpu and meta"
 
 
 @needs_emulator
