@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import normalign
 from normalign import _gpu, _rfam_batch, _rfam_batch_attack, _rfam_fit, _rfam_pgd, _sweep_task
@@ -101,10 +101,15 @@ def test_a_device_that_is_not_there():
         normalign.sweep((np.zeros((8, 2)), np.arange(8) % 2), device="cuda")
 
 
-class _AnyKernel:
-    """Stands for the module of CUDA kernels: every launch succeeds, with meta tensors alone."""
+class _AnyKernel(int):
+    """Stands for the module of CUDA kernels: every launch succeeds, with meta tensors alone.
+
+    A call gives the same again, which also serves as a size, or as an answer.
+    """
 
     def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
         return self.launch
 
     def launch(self, *arguments):
@@ -113,13 +118,13 @@ class _AnyKernel:
                 self.launch(*value)
             # The address of a meta tensor is 0; sizes are small.
             assert not (isinstance(value, int) and value > 1 << 24), "the address of a CPU tensor"
-        return True
+        return self
 
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_batched_fits_and_attacks(elsewhere, monkeypatch, failing):
     """Also where a factorisation fails, and its ladder of jitters and eigenvalues are needed."""
-    monkeypatch.setattr(_gpu, "module", lambda device: _AnyKernel())
+    monkeypatch.setattr(_gpu, "module", lambda device: _AnyKernel(1))
     monkeypatch.setattr(_gpu, "where", lambda device: (0, 0))
     solves = []
     original = Tensor.tolist
@@ -152,3 +157,28 @@ def test_batched_fits_and_attacks(elsewhere, monkeypatch, failing):
         figures = _rfam_batch_attack.attacks(machines, points, [0.1], settings, [0, 0])
         assert len(figures) == len(problems)
     assert len(_rfam_batch_attack.measures(machines, x)) == len(problems)
+
+
+@pytest.mark.parametrize("small", [0, 1])
+@pytest.mark.parametrize("penalty", ["orthogonal", "joint"])
+def test_a_training_step(monkeypatch, penalty, small):
+    """The whole stack by kernels, and with torch's products in between."""
+    monkeypatch.setattr(_gpu, "module", lambda device: _AnyKernel(small))
+    monkeypatch.setattr(_gpu, "where", lambda device: (0, 0))
+    monkeypatch.setattr(_gpu, "serves", lambda device: device.type == "meta")
+    monkeypatch.setattr(_gpu, "unavailable_reason", lambda device: None)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # knows no meta
+    layers = nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 3)
+    model = nn.Sequential(*layers).to(META)
+    x, v = torch.empty(6, 5, device=META), torch.empty(2, 6, 3, device=META)
+    for criterion, y in (
+        (nn.CrossEntropyLoss(), torch.zeros(6, dtype=torch.int64, device=META)),
+        (nn.MSELoss(), torch.zeros(6, 3, device=META)),
+    ):
+        loss_fn = normalign.GrokAlignLoss(
+            criterion, 0.1, penalty=penalty, implementation="native", check_finite=False
+        )
+        loss = loss_fn(model, x, y, probe_vectors=v)
+        loss.backward()
+        assert all(part.is_meta for part in (loss, *loss_fn.last))
+        assert all(p.grad.is_meta for p in model.parameters())
