@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import normalign
-from normalign import _gpu, _rfam_batch, _rfam_batch_attack, _rfam_fit, _rfam_pgd, _sweep_task
+from normalign import (
+    _gpu,
+    _rfam_batch,
+    _rfam_batch_attack,
+    _rfam_fit,
+    _rfam_pgd,
+    _sweep_batch,
+    _sweep_task,
+)
 from normalign._pgd import PUBLISHED, STRONG
 from normalign._rfam_tables import Problem, Queries, Tables
 
@@ -66,9 +74,20 @@ def test_the_stand_in_finds_a_tensor_left_behind(elsewhere):
         x[torch.zeros(3, dtype=torch.bool)]
 
 
+def _kernels(monkeypatch, answer=1):
+    """Sets up the module of kernels, which serves meta tensors."""
+    monkeypatch.setattr(_gpu, "module", lambda device: _AnyKernel(answer))
+    monkeypatch.setattr(_gpu, "where", lambda device: (0, 0))
+    monkeypatch.setattr(_gpu, "serves", lambda device: device.type == "meta")
+    monkeypatch.setattr(_gpu, "unavailable_reason", lambda device: None)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_fit_and_attack(elsewhere, dtype, weighted):
+def test_fit_and_attack(elsewhere, monkeypatch, dtype, weighted, kernels):
+    if kernels:
+        _kernels(monkeypatch)
     x, y = (torch.zeros(50, k, device=META, dtype=dtype) for k in (4, 3))
     weight = torch.ones(50, device=META, dtype=dtype) if weighted else None
     machine = _rfam_fit.fit(
@@ -121,9 +140,8 @@ class _AnyKernel(int):
         return self
 
 
-@pytest.mark.parametrize("failing", [False, True])
-def test_batched_fits_and_attacks(elsewhere, monkeypatch, failing):
-    """Also where a factorisation fails, and its ladder of jitters and eigenvalues are needed."""
+def _batched(monkeypatch, failing=False):
+    """Sets up the module of kernels; returns a list that grows with every report of a solver."""
     monkeypatch.setattr(_gpu, "module", lambda device: _AnyKernel(1))
     monkeypatch.setattr(_gpu, "where", lambda device: (0, 0))
     solves = []
@@ -134,12 +152,18 @@ def test_batched_fits_and_attacks(elsewhere, monkeypatch, failing):
             return original(t)
         if t.dim() != 2 or t.shape[1] != 3:
             return torch.zeros(t.shape, dtype=t.dtype).tolist()
-        solves.append(len(t))  # a solver's report: the first one fails
-        return [
-            [float(failing and len(solves) % 2 == 1 and b == 0), 1.0, 1.0] for b in range(len(t))
-        ]
+        solves.append(len(t))
+        bad = failing and len(solves) % 2 == 1
+        return [[float(bad and b == 0), 1.0, 1.0] for b in range(len(t))]
 
     monkeypatch.setattr(Tensor, "tolist", answer)
+    return solves
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_batched_fits_and_attacks(elsewhere, monkeypatch, failing):
+    """Also where a factorisation fails, and its ladder of jitters and eigenvalues are needed."""
+    solves = _batched(monkeypatch, failing)
     x = [torch.randn(9, 3), torch.randn(7, 2)]
     y = [torch.eye(2)[torch.arange(len(part)) % 2] for part in x]
     tables = Tables(x, y, META)
@@ -159,14 +183,30 @@ def test_batched_fits_and_attacks(elsewhere, monkeypatch, failing):
     assert len(_rfam_batch_attack.measures(machines, x)) == len(problems)
 
 
+def test_a_table_of_a_sweep(elsewhere, monkeypatch):
+    """All folds at once."""
+    _batched(monkeypatch)
+    common = _sweep_task.Common(3, None, (0.1,), PUBLISHED, "float32", 0.2, 0, None, "meta")
+    x, y = np.random.default_rng(0).standard_normal((60, 4)), np.arange(60) % 3
+    rows = np.arange(60)
+    folds = {
+        f: _sweep_task.FoldTask(x, y, 3, rows[rows % 2 == f], rows[rows % 2 != f], None, common)
+        for f in (0, 1)
+    }
+    keys = [
+        {"fold": f, "alpha": a, "reg": 1e-2, "bandwidth": 3.0, "kernel": "laplace"}
+        for f in (0, 1)
+        for a in (0.0, 1.0)
+    ]
+    found = _sweep_batch._run_batch(_sweep_batch.TableTask(folds), keys)
+    assert [row["rows"] for row in found] == [24] * 4
+
+
 @pytest.mark.parametrize("small", [0, 1])
 @pytest.mark.parametrize("penalty", ["orthogonal", "joint"])
 def test_a_training_step(monkeypatch, penalty, small):
     """The whole stack by kernels, and with torch's products in between."""
-    monkeypatch.setattr(_gpu, "module", lambda device: _AnyKernel(small))
-    monkeypatch.setattr(_gpu, "where", lambda device: (0, 0))
-    monkeypatch.setattr(_gpu, "serves", lambda device: device.type == "meta")
-    monkeypatch.setattr(_gpu, "unavailable_reason", lambda device: None)
+    _kernels(monkeypatch, small)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # knows no meta
     layers = nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 3)
     model = nn.Sequential(*layers).to(META)
