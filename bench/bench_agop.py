@@ -14,7 +14,7 @@ from baselines import rfam as authors
 from rfam_problems import BANDWIDTH, first_points, fresh, problem, run, table
 from torch import Tensor
 
-from normalign import _rfam_kernels
+from normalign import _rfam_agop
 from normalign._rfam_kernels import Points
 
 
@@ -33,7 +33,7 @@ def agop(bench: harness.Bench, threads: int) -> None:
 
         def ours(points: Points = points, a: Tensor = a) -> Tensor:
             p = fresh(points)
-            return _rfam_kernels.agop(p, p, a, threads)
+            return _rfam_agop.agop(p, p, a, threads)
 
         def check(
             x: Tensor = x, a: Tensor = a, m: Tensor = m, factor: Tensor = factor,
@@ -43,7 +43,7 @@ def agop(bench: harness.Bench, threads: int) -> None:
             exact = authors.to_trace(authors.agop(x, x, a, m, BANDWIDTH))
             harness.assert_same({"authors": exact, "ours": scaled}, "authors", 1e-2)
 
-        method = _rfam_kernels.agop_method(n, n, c, points.u.shape[1], True)
+        method = _rfam_agop.agop_method(n, n, c, points.u.shape[1], True)
         bench.case(
             f"agop n={n} d={d} c={c} ({method})",
             {"authors": lambda x=x, a=a, m=m: authors.agop(x, x, a, m, BANDWIDTH), "ours": ours},

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normalign import _dispatch, _rfam_kernels
+from normalign import _dispatch, _rfam_agop
 from normalign._rfam_factor import initial_factor, next_factor
 from normalign._rfam_kernels import Points, make_kernel
 from normalign._rfam_machine import Machine
@@ -173,7 +173,7 @@ def fit(
     )  # fmt: skip
     if system.native and n_iter > 1:  # at once: growing would leave a hole behind
         sizes = (*y.shape, factor.shape[1], system.threads, x.element_size())
-        system.scratch.take(_rfam_kernels.agop_bytes(*sizes))
+        system.scratch.take(_rfam_agop.agop_bytes(*sizes))
     result: FitResult | None = None
     best: float | None = None
     history: list[dict[str, Any]] = []
@@ -226,8 +226,8 @@ def _update(
         weight = weight.to(z.u.dtype)  # float64 where float32 would not do for the points
     if samples is None and found.size and z.u.shape[1]:
         (n, c), width = coef.shape, z.u.shape[1]
-        method = _rfam_kernels.agop_method(n, n, c, width, True, system.threads)
-        agop, _ = _rfam_kernels.agop_scaled(
+        method = _rfam_agop.agop_method(n, n, c, width, True, system.threads)
+        agop, _ = _rfam_agop.agop_scaled(
             z, z, coef, found.size, system.threads, weight, method, system.scratch
         )
         if z.u.dtype is torch.float64 or float(agop.trace()) > _LEAST_TRACE:
@@ -239,5 +239,5 @@ def _update(
         rows = torch.randint(z.u.shape[0], (samples,), generator=generator)
         points = Points(z.u[rows], z.kernel)
         weight = None if weight is None else weight[rows]
-    agop = _rfam_kernels.agop(points, z, coef, system.threads, weight, scratch=system.scratch)
+    agop = _rfam_agop.agop(points, z, coef, system.threads, weight, scratch=system.scratch)
     return next_factor(factor, agop)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from normalign import _dispatch, _gpu, _load, _rfam_kernels
+from normalign import _dispatch, _gpu, _load, _rfam_agop, _rfam_kernels
 from normalign._rfam_kernels import Points, machine_sizes, make_kernel, native, rows_apart
 
 
@@ -105,7 +105,7 @@ class Machine:
     def agop(self, x: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         """Mean of ``sum_k g_k g_k^T`` over ``x``, or over the training points: ``(d, d)``."""
         u = self.packed if x is None else self.project(x)
-        r = _rfam_kernels.agop(u, self.packed, self.dual_coef, _dispatch.threads(), weight)
+        r = _rfam_agop.agop(u, self.packed, self.dual_coef, _dispatch.threads(), weight)
         count = u.u.shape[0] if weight is None else float(weight.sum())
         return self.factor @ (r / count) @ self.factor.T
 

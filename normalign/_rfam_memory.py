@@ -7,7 +7,8 @@ import os
 import re
 
 from normalign import _dispatch, _load
-from normalign._rfam_kernels import agop_bytes, padded
+from normalign._rfam_agop import agop_bytes
+from normalign._rfam_kernels import padded
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 # Bytes that a fit takes however small it is: torch's and the libraries' own, and tables of ours.

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normalign import _dispatch, _ops, _rfam_kernels, reference
+from normalign import _dispatch, _ops, _rfam_agop, _rfam_kernels, reference
 from normalign._checks import check_choice, check_float, check_like, check_shape
 from normalign._feature_space import check_points, factor_of, into_factor_space, runs_natively
-from normalign._rfam_kernels import AGOP_METHODS, Kernel, make_kernel
+from normalign._rfam_agop import AGOP_METHODS
+from normalign._rfam_kernels import Kernel, make_kernel
 
 
 def input_gradient(
@@ -150,7 +151,7 @@ def _impl_agop(
         return reference.agop(x, z, coef, m, length, exponent)
     factor = factor_of(m, x.shape[1], x.device)
     u, v = into_factor_space(x, z, factor, Kernel(exponent, length))
-    r = _rfam_kernels.agop(u, v, coef.to(u.u.dtype), _dispatch.threads(), None, method)
+    r = _rfam_agop.agop(u, v, coef.to(u.u.dtype), _dispatch.threads(), None, method)
     return (factor @ (r / x.shape[0]) @ factor.T).to(x.dtype)
 
 

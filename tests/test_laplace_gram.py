@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import normalign
-from normalign._rfam_kernels import agop_method
+from normalign._rfam_agop import agop_method
 from normalign.testing import LAYOUTS, hide_native, instruction_set, isa_names
 
 KERNELS = {"laplace": 1.0, "gaussian": 2.0, 1.4: 1.4}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from normalign import _load, _rfam_kernels
+from normalign import _load, _rfam_agop
 from normalign._rfam_factor import next_factor
 from normalign._rfam_kernels import Factor, Points, Scratch, make_kernel
 from normalign._rfam_machine import Machine
@@ -196,7 +196,7 @@ def test_next_factor_of_a_singular_agop():
     assert next_factor(factor, torch.zeros(6, 6, dtype=torch.float64)) == (None, 0.0)
 
 
-@pytest.mark.parametrize("method", _rfam_kernels.AGOP_METHODS)
+@pytest.mark.parametrize("method", _rfam_agop.AGOP_METHODS)
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
 def test_agop_in_scratch(method, size):
     x, y, _, _ = _problem(97)
@@ -204,7 +204,7 @@ def test_agop_in_scratch(method, size):
     scratch = Scratch()
     for part in scratch.tensors(torch.float32, 1 << 18):
         part.fill_(torch.nan)
-    got = _rfam_kernels.agop(points, points, size * y, 1, method=method, scratch=scratch)
+    got = _rfam_agop.agop(points, points, size * y, 1, method=method, scratch=scratch)
     u = x.double().numpy()
     delta = u[:, None, :] - u[None, :, :]
     distance = np.linalg.norm(delta, axis=2)
@@ -225,7 +225,7 @@ def test_gram_form_where_squares_cancel(weighted, threads):
     coef = torch.nn.functional.one_hot(labels, 4) + 0.01 * torch.randn(150, 4, generator=g)
     weight = torch.arange(150) % 3 + 1.0 if weighted else None
     points = Points(x, make_kernel("laplace", 4.0))
-    got = _rfam_kernels.agop(points, points, coef, threads, weight, "gram").numpy()
+    got = _rfam_agop.agop(points, points, coef, threads, weight, "gram").numpy()
     u = x.double().numpy()
     delta = u[:, None, :] - u[None, :, :]
     distance = np.linalg.norm(delta, axis=2)
