@@ -44,6 +44,13 @@ def check_points(x: Tensor, z: Tensor, feature_matrix: Tensor | None) -> None:
         check_like("feature_matrix", feature_matrix, "x", x)
 
 
+def check_coef(coef: Tensor, x: Tensor, z: Tensor) -> None:
+    """A row of coefficients for each point of ``z``; dtype and device of ``x``."""
+    check_float("coef", coef)
+    check_shape("coef", coef, (z.shape[0], None))
+    check_like("coef", coef, "x", x)
+
+
 def factor_of(feature_matrix: Tensor | None, d: int, device: torch.device) -> Tensor:
     """``F`` with ``F F^T = M``, float64; the identity for None.
 

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from normalign import _dispatch, _ops, _rfam_agop, _rfam_kernels, reference
 from normalign._checks import check_choice, check_float, check_like, check_shape
-from normalign._feature_space import check_points, factor_of, into_factor_space, runs_natively
+from normalign._feature_space import (
+    check_coef,
+    check_points,
+    factor_of,
+    into_factor_space,
+    runs_natively,
+)
 from normalign._rfam_agop import AGOP_METHODS
 from normalign._rfam_kernels import Kernel, make_kernel
 
@@ -48,7 +54,7 @@ def input_gradient(
         TypeError: a dtype is not floating, or differs between inputs.
     """
     check_points(x, z, feature_matrix)
-    _check_coef(coef, x, z)
+    check_coef(coef, x, z)
     check_float("cotangent", cotangent)
     check_shape("cotangent", cotangent, (x.shape[0], coef.shape[1]))
     check_like("cotangent", cotangent, "x", x)
@@ -101,7 +107,7 @@ def agop(
         TypeError: a dtype is not floating, or differs between inputs.
     """
     check_points(x, z, feature_matrix)
-    _check_coef(coef, x, z)
+    check_coef(coef, x, z)
     check_choice("method", method, AGOP_METHODS)
     if method in ("tiles", "gram") and x is not z:
         msg = f"method={method!r} needs gradients at the machine's own points: pass z as x"
@@ -111,12 +117,6 @@ def agop(
         x, None if x is z else z, feature_matrix, coef, shape.length, shape.exponent, method
     )
     return result
-
-
-def _check_coef(coef: Tensor, x: Tensor, z: Tensor) -> None:
-    check_float("coef", coef)
-    check_shape("coef", coef, (z.shape[0], None))
-    check_like("coef", coef, "x", x)
 
 
 def _impl_gradient(

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from normalign import _dispatch, _ops, _rfam_kernels, reference
-from normalign._checks import check_float, check_like, check_shape
-from normalign._feature_space import check_points, factor_of, into_factor_space, runs_natively
+from normalign._feature_space import (
+    check_coef,
+    check_points,
+    factor_of,
+    into_factor_space,
+    runs_natively,
+)
 from normalign._rfam_kernels import Kernel, make_kernel
 
 
@@ -80,9 +85,7 @@ def laplace_matvec(
         TypeError: a dtype is not floating, or differs between inputs.
     """
     check_points(x, z, feature_matrix)
-    check_float("coef", coef)
-    check_shape("coef", coef, (z.shape[0], None))
-    check_like("coef", coef, "x", x)
+    check_coef(coef, x, z)
     shape = make_kernel(kernel, bandwidth)
     result: Tensor = _matvec_op(x, z, feature_matrix, coef, shape.length, shape.exponent)
     return result
