@@ -25,7 +25,7 @@ from tables import Table, archive_tables, csv_gz_tables, published_results
 import normalign
 from normalign import _rfam_fit
 from normalign._attack_input import ATTACKS
-from normalign._jacobian_measures import effective_ranks, normal_alignments
+from normalign._jacobian_measures import jacobian_measures
 from normalign._rfam_batch import MOST_POINTS
 from normalign._rfam_batch_attack import Figures
 from normalign._rfam_memory import check_memory
@@ -134,8 +134,9 @@ def fold_figures(
     rows = measured_rows(len(x), k)
     parts = [machine.jacobian(part) for part in x[rows].split(64)]
     jacobians = torch.cat(parts)
-    figures["effective_rank"] = effective_ranks(jacobians).nanmean().item()
-    figures["normal_alignment"] = normal_alignments(jacobians, x[rows]).nanmean().item()
+    alignments, ranks = jacobian_measures(jacobians, x[rows])
+    figures["effective_rank"] = ranks.nanmean().item()
+    figures["normal_alignment"] = alignments.nanmean().item()
     return figures
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normalign import _pgd, _rfam_attack_cuda, _rfam_cuda
-from normalign._jacobian_measures import effective_ranks, normal_alignments
+from normalign._jacobian_measures import jacobian_measures
 from normalign._pgd import Settings
 from normalign._rfam_batch import Machines
 from normalign._rfam_tables import Array, Queries, padded
@@ -148,6 +148,6 @@ def measures(machines: Machines, x: Sequence[Tensor]) -> list[tuple[float, float
     slopes = slopes.flatten(1, 2) @ machines.factor.transpose(1, 2)
     jacobians = slopes.reshape(count * m, c, d)
     raw = tables.upload(padded([part.numpy().astype(np.float64) for part in x]))[machines.table]
-    ranks = effective_ranks(jacobians).view(count, m).nanmean(1)
-    alignments = normal_alignments(jacobians, raw.flatten(0, 1)).view(count, m).nanmean(1)
-    return list(zip(ranks.tolist(), alignments.tolist(), strict=True))
+    alignments, ranks = jacobian_measures(jacobians, raw.flatten(0, 1))
+    means = torch.stack([ranks, alignments], 1).view(count, m, 2).nanmean(1).tolist()
+    return [(rank, alignment) for rank, alignment in means]

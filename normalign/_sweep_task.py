@@ -16,7 +16,7 @@ from sklearn.model_selection import train_test_split
 
 from normalign import _rfam_fit
 from normalign._attack_input import MachineVictim
-from normalign._jacobian_measures import effective_ranks, normal_alignments
+from normalign._jacobian_measures import jacobian_measures
 from normalign._pgd import Settings
 from normalign._rfam_memory import check_memory
 from normalign._sweep_runner import Row
@@ -215,7 +215,8 @@ def _robustness(
         zero = float(np.nanmax([0.0, *report.zero_gradient_share]))
     X = X[:MEASURED_ROWS]
     jacobians = torch.cat([machine.jacobian(rows) for rows in X.split(64)])
-    row["effective_rank"] = float(effective_ranks(jacobians).nanmean())
-    row["normal_alignment"] = float(normal_alignments(jacobians, X).nanmean())
+    alignments, ranks = jacobian_measures(jacobians, X)
+    row["effective_rank"] = float(ranks.nanmean())
+    row["normal_alignment"] = float(alignments.nanmean())
     row["zero_gradient_share"] = zero
     return row

@@ -18,6 +18,7 @@ from normalign import _diagnose, _inputs
 from normalign._attention import twice_differentiable
 from normalign._checks import check_count, check_shape
 from normalign._general import full_precision, without_autocast
+from normalign._jacobian_measures import jacobian_measures, unit_rows
 from normalign.grokalign import Output
 
 BLOCK_BYTES = 64 << 20  # of Jacobian held at once
@@ -52,15 +53,8 @@ def normal_alignment(
     """
     results = []
     for rows, _, jacobian in _blocks(model, x, forward, output, block):
-        jacobian, bad = _finite(jacobian)
-        wide = jacobian.shape[1] <= jacobian.shape[2]
-        gram = jacobian @ jacobian.mT if wide else jacobian.mT @ jacobian  # the smaller one
-        top = torch.linalg.eigh(gram).eigenvectors[..., -1]
-        if wide:
-            top = (jacobian.mT @ top.unsqueeze(-1)).squeeze(-1)  # s_1 v_1, (b, d)
-        zero = (jacobian == 0).all(2).all(1)
-        top = torch.where(zero[:, None], torch.zeros_like(top), top)
-        results.append(_cosine(top, rows).abs().masked_fill(bad, torch.nan))
+        alignments, _ = jacobian_measures(jacobian, rows)
+        results.append(_where_zero(jacobian, alignments))
     return _join(results, x)
 
 
@@ -109,7 +103,8 @@ def centroid_alignment(
         Shape ``(B,)``, values in [-1, 1]; 0 where J^T 1 = 0 or x = 0.
     """
     centroids = centroid(model, x, forward=forward, output=output)
-    return _join([_cosine(_wide(centroids), _wide(x.detach()))], x)
+    cosines = (unit_rows(_wide(centroids)) * unit_rows(_wide(x.detach()))).sum(1)
+    return _join([cosines.clamp(-1, 1)], x)
 
 
 def effective_rank(
@@ -135,15 +130,10 @@ def effective_rank(
         Shape ``(B,)``, values in [1, min(c, d)], or 0 where J = 0.
     """
     results = []
-    for _, _, jacobian in _blocks(model, x, forward, output, block):
-        jacobian, bad = _finite(jacobian)
-        s = torch.linalg.svdvals(jacobian)  # (b, min(c, d))
-        largest = s[:, :1]
-        s = s / torch.where(largest > 0, largest, torch.ones_like(largest))  # no underflow
-        squares = s.square().sum(1)
-        rank = s.sum(1).square() / torch.where(squares > 0, squares, torch.ones_like(squares))
-        rank = rank / s.shape[1] if normalised else rank
-        results.append(rank.masked_fill(bad, torch.nan))
+    for rows, _, jacobian in _blocks(model, x, forward, output, block):
+        _, ranks = jacobian_measures(jacobian, rows)
+        ranks = ranks / min(jacobian.shape[1:]) if normalised else ranks
+        results.append(_where_zero(jacobian, ranks))
     return _join(results, x)
 
 
@@ -209,17 +199,9 @@ def _wide(t: Tensor) -> Tensor:
     return t.flatten(1).double()
 
 
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of the rows of two matrices; 0 where one of them is 0."""
-    a, b = _unit(a), _unit(b)
-    return (a * b).sum(1).clamp(-1, 1)
-
-
-def _unit(a: Tensor) -> Tensor:
-    largest = a.abs().amax(1, keepdim=True)  # scaled first: squares must not underflow
-    a = a / torch.where(largest > 0, largest, torch.ones_like(largest))
-    norm = a.norm(dim=1, keepdim=True)
-    return a / torch.where(norm > 0, norm, torch.ones_like(norm))
+def _where_zero(jacobian: Tensor, measured: Tensor) -> Tensor:
+    """The measure, 0 where J = 0."""
+    return measured.masked_fill((jacobian == 0).all(2).all(1), 0.0)
 
 
 def _join(results: list[Tensor], x: Tensor) -> Tensor:
@@ -278,12 +260,6 @@ def _blocks(
         start += part.shape[0]
         if block is None:
             size = max(1, BLOCK_BYTES // max(1, jacobian[0].numel() * jacobian.element_size()))
-
-
-def _finite(jacobian: Tensor) -> tuple[Tensor, Tensor]:
-    """The Jacobian with 0 for samples that hold NaN or infinity, and which those are."""
-    bad = ~torch.isfinite(jacobian).all(2).all(1)
-    return torch.where(bad[:, None, None], torch.zeros_like(jacobian), jacobian), bad
 
 
 def _one_hot(flat: Tensor, k: int) -> Tensor:

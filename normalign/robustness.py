@@ -24,7 +24,7 @@ from normalign._attack_input import (
 )
 from normalign._certificate import certified_distance, unit_distance
 from normalign._checks import check_choice, check_count
-from normalign._jacobian_measures import effective_ranks, normal_alignments
+from normalign._jacobian_measures import jacobian_measures
 from normalign._pgd import Settings, Victim
 from normalign._rfam_base import _moved
 from normalign._rfam_machine import Machine
@@ -259,16 +259,16 @@ def _share(mask: Tensor) -> float:
 
 def _measures(problem: Problem, batch_size: int | None) -> tuple[float, float]:
     """Mean normal alignment and effective rank; rows with a zero Jacobian are left out."""
-    alignments, ranks = [], []
+    measured = []
     with _pgd.evaluation_mode(problem.model):
         for rows in problem.x.split(batch_size or 64):
             if problem.machine is not None:
                 jacobians = problem.machine.jacobian(rows)
             else:
                 jacobians = _autograd_jacobians(problem.victim, rows)
-            alignments.append(normal_alignments(jacobians, rows.flatten(1)))
-            ranks.append(effective_ranks(jacobians))
-    return float(torch.cat(alignments).nanmean()), float(torch.cat(ranks).nanmean())
+            measured.append(torch.stack(jacobian_measures(jacobians, rows.flatten(1))))
+    alignment, rank = torch.cat(measured, 1).nanmean(1).tolist()
+    return alignment, rank
 
 
 def _autograd_jacobians(victim: Victim, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from normalign import (
     robustness_report,
 )
 from normalign._certificate import certified_distance, unit_distance
-from normalign._jacobian_measures import effective_ranks, normal_alignments
+from normalign._jacobian_measures import jacobian_measures
 
 
 def rfam(n=150, d=4, classes=3, seed=0, **parameters):
@@ -344,13 +344,13 @@ def test_measures_against_numpy():
     tall = torch.randn(6, 5, 3, dtype=torch.float64)
     x = torch.randn(6, 3, dtype=torch.float64)
     s = torch.linalg.svdvals(tall)
-    torch.testing.assert_close(effective_ranks(tall), s.sum(1) ** 2 / s.square().sum(1))
     _, _, v = torch.linalg.svd(tall)
-    torch.testing.assert_close(
-        normal_alignments(tall, x), torch.cosine_similarity(v[:, 0], x).abs()
-    )
-    assert effective_ranks(torch.zeros(1, 2, 3)).isnan().all()
-    assert normal_alignments(torch.zeros(1, 2, 3), torch.ones(1, 3)).isnan().all()
+    alignments, ranks = jacobian_measures(tall, x)
+    torch.testing.assert_close(ranks, s.sum(1) ** 2 / s.square().sum(1))
+    torch.testing.assert_close(alignments, torch.cosine_similarity(v[:, 0], x).abs())
+    for value in (0.0, torch.nan, torch.inf):
+        undefined = torch.full((1, 2, 3), value)
+        assert torch.stack(jacobian_measures(undefined, torch.ones(1, 3))).isnan().all()
 
 
 def test_report_prints_and_plots():
