@@ -4,6 +4,7 @@
 
 namespace normalign {
 
+void bind_agop_gpu(py::module_& m);
 void bind_attack_gpu(py::module_& m);
 void bind_cholesky_gpu(py::module_& m);
 void bind_laplace_gpu(py::module_& m);
@@ -73,6 +74,7 @@ PYBIND11_MODULE(NORMALIGN_GPU_MODULE, m) {
   m.def("orthogonal_projection_f64", &projection<double>);
   m.def("orthogonal_projection_backward_f32", &projection_backward<float>);
   m.def("orthogonal_projection_backward_f64", &projection_backward<double>);
+  bind_agop_gpu(m);
   bind_attack_gpu(m);
   bind_cholesky_gpu(m);
   bind_laplace_gpu(m);

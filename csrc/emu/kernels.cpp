@@ -1,4 +1,5 @@
 // The kernels of csrc/cuda, compiled for the host.
+#include "../cuda/agop.cu"
 #include "../cuda/attack.cu"
 #include "../cuda/cholesky.cu"
 #include "../cuda/laplace.cu"
