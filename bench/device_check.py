@@ -33,7 +33,7 @@ from device_protocol import rfam_table_protocol
 from torch import Tensor
 
 import normalign
-from normalign import _gpu, _load, _rfam_cuda, reference, testing
+from normalign import _gpu, _load, _rfam_agop_cuda, _rfam_cuda, reference, testing
 
 Call = Callable[[], Any]
 MODELS = ("parity", "parity64", "mnist", "modadd32", "modadd1116", "xor", "wide", "widegelu")
@@ -216,7 +216,7 @@ def rfam_op(machine: Machine, name: str, n: int, width: int, c: int) -> dict[str
             lambda u, a, v: reference.input_gradient(u, u, a, v, None, 10.0),
         ),
         "agop": (
-            lambda u, a, v: _rfam_cuda.agop(u, u, a, 10.0, 1.0),
+            lambda u, a, v: _rfam_agop_cuda.agop(u, u, a, 10.0, 1.0),
             lambda u, a, v: reference.agop(u, u, a, None, 10.0) * u.shape[0],
         ),
     }

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from normalign import _load, _rfam_cuda, reference
+from normalign import _load, _rfam_agop_cuda, reference
 from normalign._rfam_kernels import Points, Scratch, address, native, padded, row_length
 
 AGOP_METHODS = ("auto", "tiles", "streamed", "gram")
@@ -62,7 +62,7 @@ def agop(
     if min(m, n, c, width) == 0:
         return x.u.new_zeros(width, width, dtype=torch.float64)
     if x.gpu:
-        return _rfam_cuda.agop(x.u, z.u, coef, kernel.length, kernel.exponent, weight)
+        return _rfam_agop_cuda.agop(x.u, z.u, coef, kernel.length, kernel.exponent, weight)
     if x.reason is not None:
         total = m if weight is None else weight.sum()
         r = reference.agop(x.u, z.u, coef, None, kernel.length, kernel.exponent, weight)

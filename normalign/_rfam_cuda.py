@@ -21,15 +21,18 @@ from normalign import _gpu
 
 _TILE = 64  # points of a block, as in csrc/cuda/laplace.cuh
 _BLOCKS = 264  # enough to fill a GPU of about 130 processors twice
-_ELEMENTS = 1 << 26  # of a temporary array
+
+
+def suffix(like: Tensor) -> str:
+    """What the names of kernels for this dtype end with."""
+    return "f64" if like.dtype is torch.float64 else "f32"
 
 
 def _function(name: str, like: Tensor) -> Any:
-    suffix = "f64" if like.dtype is torch.float64 else "f32"
-    return getattr(_gpu.module(like.device), f"laplace_{name}_{suffix}")
+    return getattr(_gpu.module(like.device), f"laplace_{name}_{suffix(like)}")
 
 
-def _problems(u: Tensor, own_m: Tensor | None, own_n: Tensor | None) -> tuple[int, int, int]:
+def problems(u: Tensor, own_m: Tensor | None, own_n: Tensor | None) -> tuple[int, int, int]:
     """The arguments that every launch begins with."""
     count = u.shape[0] if u.ndim == 3 else 1
     for own in (own_m, own_n):
@@ -58,7 +61,7 @@ def gram(
     out = u.new_empty(*u.shape[:-1], n)
     if out.numel():
         _function("gram", u)(
-            exponent, length, *_problems(u, own_m, own_n), weights, m, n, r, u.data_ptr(),
+            exponent, length, *problems(u, own_m, own_n), weights, m, n, r, u.data_ptr(),
             z.data_ptr(), out.data_ptr(), *_gpu.where(u.device),
         )  # fmt: skip
     return out
@@ -80,14 +83,14 @@ def _streamed(
     columns = math.prod(results)
     if u.shape[:-1].numel() * n * columns * c == 0:
         return u.new_zeros(*u.shape[:-1], *results)
-    problems = _problems(u, *own)
+    batch = problems(u, *own)
     # So many parts that blocks fill the GPU.
-    blocks = problems[0] * -(-m // _TILE) * -(-columns // 64)
+    blocks = batch[0] * -(-m // _TILE) * -(-columns // 64)
     parts = max(1, min(-(-n // _TILE), _BLOCKS // blocks))
     out = u.new_empty(parts, *u.shape[:-1], *results)
     cotangent = None if cotangent is None else cotangent.contiguous()
     _function(name, u)(
-        *kernel, *problems, m, n, r, c, parts, u.data_ptr(), z.data_ptr(), coef.data_ptr(),
+        *kernel, *batch, m, n, r, c, parts, u.data_ptr(), z.data_ptr(), coef.data_ptr(),
         *(() if cotangent is None else (cotangent.data_ptr(),)), out.data_ptr(),
         *_gpu.where(u.device),
     )  # fmt: skip
@@ -190,43 +193,3 @@ def cholesky_solve(
         *_gpu.where(k.device),
     )  # fmt: skip
     return info
-
-
-def agop(
-    u: Tensor,
-    z: Tensor,
-    coef: Tensor,
-    length: float,
-    exponent: float,
-    weight: Tensor | None = None,
-) -> Tensor:
-    """``sum_i weight_i sum_k g_ik g_ik^T``, shape ``(r, r)``, float64.
-
-    With ``g_ik = sum_j W_ij coef_jk (z_j - u_i)``: one product of W with ``[coef_jk z_j, coef_jk]``
-    gives both terms. W's rows, and the classes, are taken in groups: a group's arrays take no more
-    than its part of W, or 4 M elements, and beyond that the gradients never exist as a whole.
-    """
-    (m, r), (n, c) = u.shape, coef.shape
-    total = u.new_zeros(r, r, dtype=torch.float64)
-    if min(m, n, c, r) == 0:
-        return total
-    # Relative to one point: a common offset would cancel badly in the difference of both terms.
-    centre = z.mean(0)
-    x0, z0 = u - centre, z - centre
-    rows = max(_TILE, min(m, _ELEMENTS // n))
-    group = min(_ELEMENTS, max(min(rows, m) * n, 1 << 22))
-    step = max(1, min(c, group // (max(min(rows, m), n) * (r + 1))))
-    for first in range(0, c, step):
-        a = coef[:, first : first + step]  # (n, k)
-        right = torch.cat(((a.unsqueeze(2) * z0.unsqueeze(1)).flatten(1), a), 1)
-        for i in range(0, m, rows):
-            whole = u is z and rows >= m  # then half of W is enough
-            w = gram(u if whole else u[i : i + rows], z, length, exponent, weights=True)
-            sums = w @ right
-            moment, mass = sums.split((a.shape[1] * r, a.shape[1]), 1)
-            g = moment.unflatten(1, (a.shape[1], r)) - mass.unsqueeze(2) * x0[i : i + rows, None]
-            if weight is not None:
-                g = g * weight[i : i + rows].sqrt()[:, None, None].to(g.dtype)
-            flat = g.flatten(0, 1).double()
-            total.addmm_(flat.T, flat)
-    return total

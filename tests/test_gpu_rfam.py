@@ -102,35 +102,12 @@ def test_gradient(device, dtype, exponent):
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("own_points", [True, False])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_agop(device, dtype, own_points, weighted, monkeypatch):
-    z = _points(90, 6, dtype, device)
-    u = z if own_points else _points(70, 6, dtype, device)
-    coef = _points(90, 3, dtype, device)
-    weight = 0.5 + torch.rand(u.shape[0], dtype=dtype, device=device) if weighted else None
-    exact = reference.agop(
-        u.double(), z.double(), coef.double(), None, 2.0, 1.0, weight if weight is None
-        else weight.double(),
-    )  # fmt: skip
-    exact = exact * (u.shape[0] if weight is None else weight.double().sum())
-    # Sums of 90 terms, squared and summed over points: some tens of roundings.
-    bound = 40 * torch.finfo(dtype).eps * exact.abs().max().item()
-    for elements in (1 << 26, 64 * 90):  # all at once, and in groups of rows and of classes
-        monkeypatch.setattr(_rfam_cuda, "_ELEMENTS", elements)
-        got = _rfam_cuda.agop(u, z, coef, 2.0, 1.0, weight)
-        assert got.dtype is torch.float64
-        assert (got - exact).abs().max().item() <= bound
-
-
 def test_empty_input(device):
     u, z = torch.zeros(0, 3, device=device), torch.zeros(4, 3, device=device)
     coef = torch.zeros(4, 2, device=device)
     assert _rfam_cuda.gram(u, z, 1.0, 1.0).shape == (0, 4)
     assert _rfam_cuda.matvec(u, z, coef, 1.0, 1.0).shape == (0, 2)
     assert _rfam_cuda.gradient(u, z, coef, coef[:0], 1.0, 1.0).shape == (0, 3)
-    assert not _rfam_cuda.agop(u, z, coef, 1.0, 1.0).any()
 
 
 def _fit_and_attack(x, y, points):

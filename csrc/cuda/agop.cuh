@@ -207,10 +207,7 @@ __global__ void __launch_bounds__(agop_threads, 2)
     clear_columns(x + valid * pitch, rows - valid, pitch, 0, width);
     load_agop_rows(all_x + i0 * width, width, valid, width, x, pitch);
     __syncthreads();
-    T origin[agop_row_group][4], sum[kept][agop_row_group][4] = {};
-    NORMALIGN_UNROLL
-    for (int a = 0; a < agop_row_group; ++a) NORMALIGN_UNROLL
-    for (int t = 0; t < 4; ++t) origin[a][t] = x[(row0 + a) * pitch + quad * 4 + t];
+    T sum[kept][agop_row_group][4] = {};
     for (int64_t j0 = 0; j0 < n; j0 += agop_tile) {
       const int points = n - j0 < agop_tile ? int(n - j0) : agop_tile;
       load_agop_rows(all_z + j0 * width, width, points, width, z, pitch);
@@ -218,6 +215,11 @@ __global__ void __launch_bounds__(agop_threads, 2)
       __syncthreads();
       agop_weights<T, rows>(k.kernel, x, z, pitch, plan.quads * 4, valid, points, weights);
       __syncthreads();
+      T origin[agop_row_group][4];  // read again each time: W needs the registers
+      NORMALIGN_UNROLL
+      for (int a = 0; a < agop_row_group; ++a) NORMALIGN_UNROLL
+      for (int t = 0; t < 4; ++t) origin[a][t] = x[(row0 + a) * pitch + quad * 4 + t];
+      NORMALIGN_LOOP
       for (int j = part < plan.parts ? part : points; j < points; j += plan.parts) {
         T weight[agop_row_group], value[4];
         NORMALIGN_UNROLL
