@@ -83,7 +83,7 @@ def run(
     )
     index = [k for _ in alphas for k in range(len(table.folds))]
     of_problem = [b for b in chosen for _ in table.folds]
-    factor = found.machines.factor[torch.tensor(of_problem, device=device)]
+    factor = found.machines.factor[half.upload(np.array(of_problem))]
     machines = solve(folds, index, factor, [problems[b].reg for b in of_problem], bandwidth)
     test = Queries(
         folds, [X[rows] for _, rows in table.folds], [table.y[rows] for _, rows in table.folds]

@@ -3,12 +3,13 @@
 A problem is a table (or a fold of one) with its own alpha and reg; kernel and bandwidth are shared.
 Arrays are padded with zeros to common sizes, which changes no result: a point whose coefficients
 are 0 or a column of the factor that is 0 adds nothing, and the kernels know each problem's own
-number of points. As for one problem on a GPU, everything is in float64. The host waits twice an
-iteration, to see whether a factorisation failed.
+number of points. As for one problem on a GPU, everything is in float64. The host waits for nothing
+before the last solve: jitters and ranks are found where the factorisations are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ from normalign._rfam_tables import Problem, Queries, Tables
 
 # Beyond this many points a block of the GPU takes longer for its system than cuSOLVER does for all.
 MOST_POINTS = 2048
-_EPS = torch.finfo(torch.float64).eps
+_LADDER = jitter_ladder(torch.float64)
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Machines:
         factor: ``F``, shape ``(B, d, r)``.
         points: Training points in factor space, shape ``(B, n, r)``.
         coef: Coefficients, shape ``(B, n, c)``.
-        jitter: What each solve had to add to the diagonal.
+        jitter: What each solve had to add to the diagonal, shape ``(B,)``.
         table: ``index`` on the device, int32.
         own_n: Training points of each, on the device, int32.
     """
@@ -51,7 +52,7 @@ class Machines:
     factor: Tensor
     points: Tensor
     coef: Tensor
-    jitter: list[float]
+    jitter: Tensor
     table: Tensor = field(repr=False)
     own_n: Tensor = field(repr=False)
 
@@ -81,7 +82,7 @@ class Machines:
         mean = torch.from_numpy(self.tables.mean[table, :d]).to(self.tables.raw[table].dtype)
         return Machine(
             mean.to(self.tables.device), self.factor[b, :d], self.points[b, :n], self.coef[b, :n],
-            self.bandwidth, self.kernel, self.jitter[b],
+            self.bandwidth, self.kernel, float(self.jitter[b]),
         )  # fmt: skip
 
 
@@ -103,75 +104,48 @@ def solve(
         bandwidth: Length of the kernel.
         kernel: ``"laplace"``, ``"gaussian"``, or an exponent.
     """
-    table = tables.upload(np.array(index, dtype=np.int32))
-    own_n = tables.pick(index, tables.sizes)
-    ridge = tables.upload(np.array(regs, dtype=np.float64))
-    targets = tables.targets[table]
-    return _solve(
-        tables, list(index), table, own_n, targets, factor, ridge, regs, bandwidth, kernel
-    )
+    systems = _Systems(tables, list(index), regs, bandwidth, kernel)
+    machines = systems.solve(factor)
+    systems.report([machines.jitter])
+    return machines
 
 
-def _solve(
-    tables: Tables,
-    index: list[int],
-    table: Tensor,
-    own_n: Tensor,
-    targets: Tensor,
-    factor: Tensor,
-    ridge: Tensor,
-    regs: Sequence[float],
-    bandwidth: float,
-    kernel: str | float,
-) -> Machines:
-    shape = make_kernel(kernel, bandwidth)
-    points = _rfam_cuda.project_batch(tables.x, factor, table)
-    systems = _Systems(points, own_n, targets, ridge, shape.length, shape.exponent)
-    rows, jitter = systems.solve(regs)
-    coef = rows.transpose(1, 2).contiguous()
-    return Machines(tables, index, bandwidth, kernel, factor, points, coef, jitter, table, own_n)
-
-
-@dataclass
 class _Systems:
-    points: Tensor
-    own_n: Tensor
-    targets: Tensor  # (B, c, n)
-    ridge: Tensor
-    length: float
-    exponent: float
+    """``(K + reg I) a = y`` for each problem, with one set of features after another."""
 
-    def attempt(self, jitter: float, rows: Tensor | None) -> tuple[Tensor, list[bool]]:
-        """Solutions of some systems (None: all), and which of them failed."""
-        u, own, y, ridge = self.points, self.own_n, self.targets, self.ridge
-        if rows is None:
-            y = y.clone()
-        else:
-            u, own, y, ridge = u[rows], own[rows], y[rows], ridge[rows] + jitter
-        k = _rfam_cuda.gram(u, u, self.length, self.exponent, own_m=own, own_n=own)
-        info = _rfam_cuda.cholesky_solve(k, y, ridge, own).tolist()
-        # A pivot within rounding of the products that it is left over from means nothing.
-        return y, [failed > 0 or not least > _EPS * most for failed, least, most in info]
+    def __init__(
+        self,
+        tables: Tables,
+        index: list[int],
+        regs: Sequence[float],
+        bandwidth: float,
+        kernel: str | float,
+    ):
+        self.tables, self.index, self.regs = tables, index, regs
+        self.bandwidth, self.kernel = bandwidth, kernel
+        self.table = tables.upload(np.array(index, dtype=np.int32))
+        self.own_n = tables.pick(index, tables.sizes)
+        self.ridge = tables.upload(np.array(regs, dtype=np.float64))
+        self.targets = tables.targets[self.table]  # (B, c, n)
 
-    def solve(self, regs: Sequence[float]) -> tuple[Tensor, list[float]]:
-        """Solutions ``(B, c, n)`` and jitters: a ladder, for the systems that failed alone."""
-        result, failed = self.attempt(0.0, None)
-        jitters = [0.0] * len(failed)
-        left = [b for b, bad in enumerate(failed) if bad]
-        for jitter in jitter_ladder(torch.float64)[1:]:
-            if not left:
-                break
-            rows = torch.tensor(left, device=self.points.device)
-            y, failed = self.attempt(jitter, rows)
-            for place, b in enumerate(left):
-                if not failed[place]:
-                    result[b] = y[place]
-                    jitters[b] = jitter
-                    warn_jitter(jitter, regs[b])
-            left = [b for b, bad in zip(left, failed, strict=True) if bad]
-        if left:
-            raise ValueError(FAILED)
-        return result, jitters
+    def solve(self, factor: Tensor) -> Machines:
+        own, shape = self.own_n, make_kernel(self.kernel, self.bandwidth)
+        u = _rfam_cuda.project_batch(self.tables.x, factor, self.table)
+        k = _rfam_cuda.gram(u, u, shape.length, shape.exponent, own_m=own, own_n=own)
+        coef, jitter = _rfam_cuda.cholesky_solve(k, self.targets, self.ridge, _LADDER, own)
+        return Machines(
+            self.tables, self.index, self.bandwidth, self.kernel, factor, u, coef, jitter,
+            self.table, own,
+        )  # fmt: skip
+
+    def report(self, jitters: list[Tensor]) -> None:
+        """Waits, and tells of the solves that needed a jitter, and of those that none helped."""
+        for solve in torch.stack(jitters).tolist():
+            for jitter, reg in zip(solve, self.regs, strict=True):
+                if math.isnan(jitter):
+                    raise ValueError(FAILED)
+                if jitter > 0:
+                    warn_jitter(jitter, reg)
 
 
 @dataclass
@@ -209,28 +183,25 @@ def fit(
         valid: Points whose score chooses the iteration, the first one on ties; None keeps the last.
     """
     index = [p.table for p in problems]
-    regs = [p.reg for p in problems]
+    systems = _Systems(tables, index, [p.reg for p in problems], bandwidth, kernel)
     factor, ranks = tables.first_factors(problems)
-    table = tables.upload(np.array(index, dtype=np.int32))
-    own_n = tables.pick(index, tables.sizes)
-    ridge = tables.upload(np.array(regs, dtype=np.float64))
-    targets = tables.targets[table]
     # |F|^2 = d, the trace of M.
     size = tables.upload(np.sqrt([float(tables.features[t]) for t in index]))
+    jitters: list[Tensor] = []
     tried: list[Machines] = []
-    sums: list[Tensor] = []
+    outputs: list[Tensor] = []
     for i in range(n_iter):
-        machines = _solve(
-            tables, index, table, own_n, targets, factor, ridge, regs, bandwidth, kernel
-        )
+        machines = systems.solve(factor)
+        jitters.append(machines.jitter)
         if valid is not None:
-            sums.append(valid.sums(machines.outputs(valid), table))
+            outputs.append(machines.outputs(valid))
             tried.append(machines)
         if i + 1 < n_iter:  # nobody reads an update after the last solve
             factor = _updated(machines, size, ranks)
+    systems.report(jitters)
     if valid is None:
         return Fitted(machines, [n_iter - 1] * len(index), [[] for _ in index])
-    values = torch.stack(sums, 1).tolist()
+    values = zip(*valid.sums(torch.stack(outputs), systems.table).tolist(), strict=True)
     scores = [
         [valid.score(t, value) for value in row] for t, row in zip(index, values, strict=True)
     ]
@@ -245,49 +216,21 @@ def _chosen(tried: list[Machines], best: list[int]) -> Machines:
     def pick(name: str) -> Tensor:
         return torch.stack([getattr(tried[i], name)[b] for b, i in enumerate(best)])
 
-    jitter = [tried[i].jitter[b] for b, i in enumerate(best)]
     return Machines(
         last.tables, last.index, last.bandwidth, last.kernel, pick("factor"), pick("points"),
-        pick("coef"), jitter, last.table, last.own_n,
+        pick("coef"), pick("jitter"), last.table, last.own_n,
     )  # fmt: skip
 
 
-def _updated(machines: Machines, size: Tensor, ranks: list[int]) -> Tensor:
+def _updated(machines: Machines, size: Tensor, ranks: Tensor) -> Tensor:
     """The next factors ``F C`` with ``C C^T`` the AGOP in factor space, scaled to trace d.
 
-    ``ranks`` says how many columns of each factor there are; it's brought up to date.
+    ``ranks`` says how many columns of each factor there are; it's brought up to date. Where all
+    gradients are 0 the features stay as they are.
     """
     u, own = machines.points, machines.own_n
     g = _rfam_cuda.jacobian(u, u, machines.coef, *machines.form, own_m=own, own_n=own)
     g = g.flatten(1, 2)  # (B, n c, r)
-    r = g.transpose(1, 2) @ g
-    own_r = machines.tables.upload(np.array(ranks, dtype=np.int32))
-    info = _rfam_cuda.cholesky_solve(r, r[:, :0], None, own_r).tolist()
-    lower = r.tril_()
-    # A factorisation that ends is exact to rounding; pivots that are rounding are dropped, as
-    # eigenvalues are below.
-    noise = 4 * r.shape[1] * _EPS
-    failed = [b for b, (at, least, most) in enumerate(info) if at or not least > noise * most]
-    if failed:
-        _by_eigenvalues(g, lower, failed, ranks)
-    factor = machines.factor @ lower
+    factor = machines.factor @ _rfam_cuda.semidefinite_factor(g.transpose(1, 2) @ g, ranks)
     length = torch.linalg.vector_norm(factor, dim=(1, 2)).clamp_(min=1e-300)  # M may be 0
     return factor.mul_((size / length)[:, None, None])
-
-
-def _by_eigenvalues(g: Tensor, lower: Tensor, failed: list[int], ranks: list[int]) -> None:
-    """Factors of ``g^T g`` where Cholesky finds none; the identity where all gradients are 0."""
-    width = g.shape[2]
-    rows = torch.tensor(failed, device=g.device)
-    g = g[rows]
-    values, vectors = torch.linalg.eigh(g.transpose(1, 2) @ g)
-    values, vectors = values.flip(1), vectors.flip(2)
-    # Directions below rounding, and slightly negative ones, are dropped.
-    kept = values > width * _EPS * values[:, :1].clamp(min=0)
-    found = torch.where(kept[:, None], vectors * values.clamp(min=0).sqrt()[:, None], 0.0)
-    lower[rows] = found
-    for b, rank in zip(failed, kept.sum(1).tolist(), strict=True):
-        if rank:
-            ranks[b] = rank
-        else:
-            lower[b] = torch.eye(width, dtype=g.dtype, device=g.device)

@@ -12,6 +12,7 @@ read; results there are 0, except in K and W, where nothing is written.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -164,32 +165,66 @@ def project_batch(x: Tensor, factor: Tensor, table: Tensor) -> Tensor:
 
 
 def cholesky_solve(
-    k: Tensor, y: Tensor, ridge: Tensor | None = None, own_n: Tensor | None = None
-) -> Tensor:
-    """Solves ``(K_p + ridge_p I) a = y`` for many systems p, in place, a block of the GPU each.
+    k: Tensor,
+    targets: Tensor,
+    ridge: Tensor,
+    ladder: Sequence[float] = (0.0,),
+    own_n: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Solves ``(K_p + (ridge_p + jitter_p) I) a = y`` for many systems p, a block of the GPU each.
 
     Args:
-        k: Symmetric matrices, shape ``(B, n, n)``, float64, contiguous; only the lower triangles
-            are read, and become the Cholesky factors.
-        y: Right-hand sides as rows, shape ``(B, c, n)``, contiguous; become the solutions.
-        ridge: Shape ``(B,)``; None adds nothing.
-        own_n: Order of each system, shape ``(B,)``, int32; None means n. What lies beyond is not
-            touched.
+        k: Symmetric matrices, shape ``(B, n, n)``, float64, contiguous; the lower triangles become
+            the Cholesky factors.
+        targets: Right-hand sides as rows, shape ``(B, c, n)``.
+        ridge: Shape ``(B,)``.
+        ladder: What each system tries as its jitter, in turn.
+        own_n: Order of each system, shape ``(B,)``, int32; None means n.
 
     Returns:
-        Shape ``(B, 3)``: 0 or, where a pivot is not positive, 1 + its column (then ``k`` and ``y``
-        hold nothing of use); the least pivot; the greatest entry of the diagonal.
+        Solutions, shape ``(B, n, c)``, 0 beyond a system's own; and the jitters, shape ``(B,)``.
+        Both are NaN where no jitter led to pivots above their rounding.
     """
-    count, n, _ = k.shape
-    assert k.dtype is torch.float64
+    (count, n, _), c = k.shape, targets.shape[1]
+    assert k.dtype is targets.dtype is torch.float64
     assert k.is_contiguous()
-    assert y.is_contiguous()
-    if count == 0 or n == 0:
-        return k.new_tensor([[0.0, 1.0, 0.0]]).repeat(count, 1)
-    info = k.new_empty(count, 3)
-    _gpu.module(k.device).cholesky_solve_f64(
-        count, n, y.shape[1], 0 if own_n is None else own_n.data_ptr(),
-        0 if ridge is None else ridge.data_ptr(), k.data_ptr(), y.data_ptr(), info.data_ptr(),
-        *_gpu.where(k.device),
-    )  # fmt: skip
-    return info
+    targets = targets.contiguous()
+    coef, jitter = k.new_empty(count, n, c), k.new_empty(count)
+    work, diagonal = torch.empty_like(targets), k.new_empty(count, n)
+    if count:
+        _gpu.module(k.device).cholesky_solve_f64(
+            count, n, c, 0 if own_n is None else own_n.data_ptr(), ridge.data_ptr(), ladder,
+            k.data_ptr(), targets.data_ptr(), work.data_ptr(), diagonal.data_ptr(),
+            coef.data_ptr(), jitter.data_ptr(), *_gpu.where(k.device),
+        )  # fmt: skip
+    return coef, jitter
+
+
+def semidefinite_factor(r: Tensor, ranks: Tensor) -> Tensor:
+    """``C_p`` with ``C_p C_p^T = R_p`` to rounding, a block of the GPU for each p.
+
+    Where R is definite in working precision this is its Cholesky factor, else that with complete
+    pivoting, rows in R's own order; entries are off by about ``n eps max(R)`` in either case.
+
+    Args:
+        r: Symmetric positive semi-definite matrices, shape ``(B, n, n)``, float64, contiguous;
+            entries negative by rounding don't matter. What they hold is lost.
+        ranks: Orders of R, shape ``(B,)``, int32: what lies beyond is not read. Becomes the number
+            of columns of C that are not 0, which are the first ones.
+
+    Returns:
+        Shape ``(B, n, n)``. The identity where R is 0, and NaN where it holds NaN or infinity; the
+        rank stays as it is for both.
+    """
+    count, n, _ = r.shape
+    assert r.dtype is torch.float64
+    assert r.is_contiguous()
+    assert ranks.dtype is torch.int32
+    assert ranks.shape == (count,)
+    factor, diagonal = torch.empty_like(r), r.new_empty(count, n)
+    if factor.numel():
+        _gpu.module(r.device).semidefinite_factor_f64(
+            count, n, ranks.data_ptr(), r.data_ptr(), diagonal.data_ptr(), factor.data_ptr(),
+            *_gpu.where(r.device),
+        )  # fmt: skip
+    return factor

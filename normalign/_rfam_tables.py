@@ -81,8 +81,8 @@ class Tables:
         """A number of each problem's table, int32."""
         return self.upload(np.array([values[t] for t in index], dtype=np.int32))
 
-    def first_factors(self, problems: Sequence[Problem]) -> tuple[Tensor, list[int]]:
-        """The first factor of each problem, shape ``(B, d, r)``, and their ranks; from the host."""
+    def first_factors(self, problems: Sequence[Problem]) -> tuple[Tensor, Tensor]:
+        """The first factor of each problem, shape ``(B, d, r)``, and their ranks, int32."""
         made: dict[tuple[int, float], Array] = {}
         for p in problems:
             if (p.table, p.alpha) not in made:
@@ -92,7 +92,8 @@ class Tables:
         factors = padded(parts)
         rows = self.x.shape[2] - factors.shape[1]
         factors = np.pad(factors, ((0, 0), (0, rows), (0, 0)))
-        return self.upload(factors), [part.shape[1] for part in parts]
+        ranks = np.array([part.shape[1] for part in parts], dtype=np.int32)
+        return self.upload(factors), self.upload(ranks)
 
 
 class Queries:
@@ -114,11 +115,15 @@ class Queries:
         self.filled = tables.upload(padded(self.expected, -1 if self.classes else 0))
 
     def sums(self, outputs: Tensor, index: Tensor) -> Tensor:
-        """How many are right, or the sum of squared errors, of each problem: ``(B,)``."""
+        """How many are right, or the sum of squared errors, of outputs ``(..., B, m, c)``.
+
+        Returns:
+            Shape ``(..., B)``.
+        """
         expected = self.filled[index]
         if self.classes:
-            return (outputs.argmax(2) == expected).sum(1)
-        return (outputs - expected).square_().sum((1, 2))
+            return (outputs.argmax(-1) == expected).sum(-1)
+        return (outputs - expected).square_().sum((-2, -1))
 
     def score(self, table: int, value: float) -> float:
         """Accuracy, or R^2 over all targets, from such a sum."""

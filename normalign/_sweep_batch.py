@@ -121,7 +121,7 @@ def _run_batch(task: TableTask, keys: list[Row]) -> list[Row]:
             tables, problems, bandwidth=keys[0]["bandwidth"], kernel=keys[0]["kernel"],
             n_iter=common.n_iter, valid=valid,
         )  # fmt: skip
-    scores = found.machines.scores(test)
+    scores, jitters = found.machines.scores(test), found.machines.jitter.tolist()
     rows = []
     robust = _robustness(found, test, common) if folds[0].classes else [{} for _ in keys]
     seconds = (time.perf_counter() - start) / len(keys)
@@ -135,7 +135,7 @@ def _run_batch(task: TableTask, keys: list[Row]) -> list[Row]:
             "best_iter": best,
             "valid_score": found.scores[b][best] if valid is not None else None,
             "test_score": scores[b],
-            "jitter": found.machines.jitter[b],
+            "jitter": jitters[b],
             **robust[b],
             "seconds": seconds,
         }

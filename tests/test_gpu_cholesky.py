@@ -1,5 +1,7 @@
 """The batched Cholesky solver, emulated here and on the GPU where there is one."""
 
+import math
+
 import pytest
 import torch
 
@@ -33,15 +35,19 @@ def _exact(k, y, ridge):
     return torch.linalg.solve(lower + lower.tril(-1).T + ridge * identity, y)
 
 
-def _solve(k, y, ridge, orders):
-    """Right-hand sides (n, c) of each system, padded; the solutions likewise, and the rest."""
+def _solve(k, y, ridge, orders, ladder=(0.0,)):
+    """Right-hand sides (n, c) of each system, padded; the solutions, the factors and jitters."""
     c, n = y[0].shape[1], k.shape[1]
     rows = k.new_full((len(k), c, n), float("nan"))
     for b, right in enumerate(y):
         rows[b, :, : len(right)] = right.T
-    factor = k.clone()
-    info = _rfam_cuda.cholesky_solve(factor, rows, ridge, orders)
-    return [rows[b, :, : len(right)].T for b, right in enumerate(y)], factor, info, rows
+    factor, before = k.clone(), rows.clone()
+    coef, jitter = _rfam_cuda.cholesky_solve(factor, rows, ridge, ladder, orders)
+    assert torch.equal(rows.isnan(), before.isnan())
+    torch.testing.assert_close(rows, before, rtol=0, atol=0, equal_nan=True)
+    for b, right in enumerate(y):
+        assert not coef[b, len(right) :].any()
+    return [coef[b, : len(right)] for b, right in enumerate(y)], factor, jitter
 
 
 @pytest.mark.parametrize("c", [1, 3, 17])
@@ -50,8 +56,9 @@ def test_systems_of_many_orders(device, c):
     k, sizes = _systems(orders, device)
     ridge = torch.linspace(0.01, 0.1, len(orders), dtype=torch.float64, device=device)
     y = [torch.randn(n, c, dtype=torch.float64, device=device) for n in orders]
-    got, factor, info, rows = _solve(k, y, ridge, sizes)
+    got, factor, jitter = _solve(k, y, ridge, sizes)
     eps = torch.finfo(torch.float64).eps
+    assert not jitter.any()
     for b, n in enumerate(orders):
         matrix = k[b, :n, :n]
         want = _exact(matrix, y[b], ridge[b])
@@ -62,40 +69,38 @@ def test_systems_of_many_orders(device, c):
         full = matrix + ridge[b] * torch.eye(n, dtype=torch.float64, device=device)
         assert (lower @ lower.T - full).abs().max().item() <= 2 * eps * max(8, n)
         assert torch.equal(factor[b, :n, :n].triu(1), matrix.triu(1))
-        assert info[b, 0] == 0
-        torch.testing.assert_close(info[b, 1], lower.diagonal().square().min())
-        assert info[b, 2] == full.diagonal().max()
         # What lies beyond is neither read nor written.
         assert torch.isnan(factor[b, n:]).all()
         assert torch.isnan(factor[b, :, n:]).all()
-        assert torch.isnan(rows[b, :, n:]).all()
 
 
 def test_failures_in_the_middle_of_a_batch(device):
-    """Copies of a point with no ridge fail where the copy stands; neighbours are untouched."""
+    """A copy of a point, a negative pivot, NaN: each climbs as far as it has to, or to NaN."""
     n = 70
     k, _ = _systems([n] * 5, device)
     k[1, 40], k[1, :, 40] = k[1, 11], k[1, :, 11]  # an exact copy
     k[1, 40, 40] = 1.0
     k[2, 33, 33] = -1.0
-    k[3, 66, 5] = float("nan")
+    k[3, 66, 5] = k[3, 5, 66] = float("nan")
     y = [torch.randn(n, 2, dtype=torch.float64, device=device) for _ in range(5)]
-    got, _, info, _ = _solve(k, y, None, None)
-    assert info[2, 0] == 34
-    assert info[3, 0] == 67
-    # Rounding decides whether the pivot of a copy is a little above 0: both are seen.
-    noise = torch.finfo(torch.float64).eps * n
-    assert info[1, 0] == 41 or info[1, 1] < noise
-    for b in (0, 4):
-        assert info[b, 0] == 0
-        want = _exact(k[b], y[b], 0.0)
-        condition = torch.linalg.cond(k[b]).item()
-        error = (got[b] - want).abs().max().item()
-        assert error <= 4 * torch.finfo(torch.float64).eps * condition * want.abs().max().item()
-    ridge = torch.full((5,), 0.1, dtype=torch.float64, device=device)
-    _, _, info, _ = _solve(k, y, ridge, None)
-    assert info[1, 0] == 0
-    assert info[1, 1] > 0.05
+    none = torch.zeros(5, dtype=torch.float64, device=device)
+    for ladder in ((0.0,), (0.0, 1e-13, 1e-9, 0.5)):
+        got, _, jitter = _solve(k, y, none, None, ladder)
+        # 1e-13 is above the rounding of a pivot, a few eps, and not lost in the diagonal of ones.
+        want = [0.0, math.nan if len(ladder) == 1 else 1e-13, math.nan, math.nan, 0.0]
+        assert jitter.tolist() == pytest.approx(want, abs=0.0, nan_ok=True)
+        for b in range(5):
+            if math.isnan(want[b]):
+                assert torch.isnan(got[b]).all()
+                continue
+            exact = _exact(k[b], y[b], want[b])
+            system = k[b] + want[b] * torch.eye(n, dtype=torch.float64, device=device)
+            bound = 4 * torch.finfo(torch.float64).eps * torch.linalg.cond(system).item()
+            assert (got[b] - exact).abs().max().item() <= bound * exact.abs().max().item()
+    _, _, jitter = _solve(k, y, none + 0.1, None)
+    assert jitter[1] == 0
+    _, _, jitter = _solve(k, y, none, None, (0.0, 3.0))
+    assert jitter[2] == 3.0
 
 
 def test_one_system_is_the_same_in_any_batch(device):
@@ -108,27 +113,28 @@ def test_one_system_is_the_same_in_any_batch(device):
     assert torch.equal(got[0], alone[0])
 
 
-def test_no_right_hand_side_and_empty_batches(device):
+def test_empty_systems_and_batches(device):
     k, sizes = _systems([5, 40], device)
-    want = torch.linalg.cholesky(k[1] + 0.1 * torch.eye(40, dtype=k.dtype, device=device))
-    none = k.new_empty(2, 0, 40)
     ridge = torch.full((2,), 0.1, dtype=k.dtype, device=device)
-    info = _rfam_cuda.cholesky_solve(k, none, ridge, sizes)
-    assert not info[:, 0].any()
-    torch.testing.assert_close(k[1].tril(), want)
     sizes.zero_()
-    untouched = k.clone()
-    info = _rfam_cuda.cholesky_solve(k, none, ridge, sizes)
-    assert torch.equal(
-        info, torch.tensor([0.0, 1.0, 0.0], dtype=k.dtype, device=device).expand(2, 3)
-    )
+    untouched, y = k.clone(), k.new_full((2, 3, 40), float("nan"))
+    coef, jitter = _rfam_cuda.cholesky_solve(k, y, ridge, (0.0,), sizes)
+    assert coef.shape == (2, 40, 3)
+    assert not coef.any()
+    assert not jitter.any()
     torch.testing.assert_close(k, untouched, equal_nan=True)
-    assert _rfam_cuda.cholesky_solve(k[:0], none[:0]).shape == (0, 3)
+    coef, jitter = _rfam_cuda.cholesky_solve(k[:0], y[:0], ridge[:0])
+    assert coef.shape == (0, 40, 3)
+    assert jitter.shape == (0,)
 
 
 def test_the_binding_refuses_what_it_cannot_read(device):
     module = _gpu.module(device)
     with pytest.raises(ValueError, match="k has no memory"):
-        module.cholesky_solve_f64(1, 4, 0, 0, 0, 0, 0, 0, 0, 0)
+        module.cholesky_solve_f64(1, 4, 1, 0, 0, [0.0], 0, 1, 1, 1, 1, 1, 0, 0)
     with pytest.raises(ValueError, match="c must be at least 0"):
-        module.cholesky_solve_f64(1, 4, -1, 0, 0, 1, 1, 1, 0, 0)
+        module.cholesky_solve_f64(1, 4, -1, 0, 1, [0.0], 1, 1, 1, 1, 1, 1, 0, 0)
+    with pytest.raises(ValueError, match="ladder must have at most 12 steps, got 13"):
+        module.cholesky_solve_f64(1, 4, 1, 0, 1, [0.0] * 13, 1, 1, 1, 1, 1, 1, 0, 0)
+    with pytest.raises(ValueError, match="ranks has no memory"):
+        module.semidefinite_factor_f64(1, 4, 0, 1, 1, 1, 0, 0)

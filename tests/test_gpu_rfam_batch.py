@@ -119,6 +119,40 @@ def test_jitter_where_it_is_needed_alone(device):
     torch.testing.assert_close(got, want.decision(x), rtol=1e-4, atol=1e-4)
 
 
+def test_a_system_that_no_jitter_helps(device):
+    """The error comes at the end, as one fit alone has it, and what was not solved is NaN."""
+    x, labels = _table(40, 3, 2, 2)
+    y = _one_hot(labels, 2)
+    tables = Tables([x], [y], device)
+    problems = [Problem(0, 0.0, 0.1), Problem(0, 0.0, -2.0)]
+    with pytest.raises(ValueError, match="could not be factored"):
+        _rfam_batch.fit(tables, problems, bandwidth=3.0, n_iter=3)
+    factor = torch.eye(3, dtype=torch.float64, device=device).expand(2, 3, 3)
+    with pytest.raises(ValueError, match="could not be factored"):
+        _rfam_batch.solve(tables, [0, 0], factor, [0.1, -2.0], 3.0)
+    with pytest.raises(ValueError, match="could not be factored"):
+        _alone(x, y, problems[1], 3)
+
+
+def test_features_lose_rank_while_fitting(device):
+    """Dependent columns that alpha = 1 does not know of, fewer points than features, one class."""
+    generator = torch.Generator().manual_seed(5)
+    wide = torch.randn(12, 20, generator=generator)
+    dependent, labels = _table(60, 9, 3, 4)
+    dependent[:, 5:] = dependent[:, :4] @ torch.randn(4, 4, generator=generator)
+    x = [dependent, wide, dependent]
+    y = [_one_hot(labels, 3), _one_hot(wide[:, :3].argmax(1), 3), _one_hot(labels * 0, 3)]
+    tables = Tables(x, y, device)
+    problems = [Problem(t, a, 1e-2) for t in range(3) for a in (1.0, 0.5)]
+    found = _rfam_batch.fit(tables, problems, bandwidth=3.0, n_iter=4)
+    for b, problem in enumerate(problems):
+        want = _alone(x[problem.table], y[problem.table], problem, 4).machine
+        got = found.machines.machine(b)
+        torch.testing.assert_close(
+            got.feature_matrix.cpu(), want.feature_matrix, rtol=1e-7, atol=1e-7
+        )
+
+
 def test_constant_table_and_bad_input(device):
     """Where nothing varies M is 0 and stays so; NaN is refused by name."""
     y = _one_hot(torch.tensor([0, 1, 0, 1]), 2)

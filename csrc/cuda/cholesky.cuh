@@ -1,6 +1,7 @@
 // See cholesky.h. Left-looking: a panel of 32 columns takes up all columns before it at once, in
 // register tiles, so that a system is read n / 64 times and written once. Right-hand sides are rows
-// below the matrix, which makes the forward substitution a part of the factorisation.
+// below the matrix, which makes the forward substitution a part of the factorisation. The triangle
+// above the diagonal is left alone, so that a system that fails can be taken up again.
 #pragma once
 #include "cholesky.h"
 #include "portable.cuh"
@@ -15,6 +16,8 @@ constexpr int cholesky_group = 64;  // of these rows
 constexpr int together = 4;         // right-hand sides in the backward substitution
 template <class T>
 constexpr int cholesky_depth = 64 / sizeof(T);  // columns in shared memory at a time
+template <class T>
+constexpr T epsilon = sizeof(T) == 8 ? T(0x1p-52) : T(0x1p-23);
 
 template <class T>
 struct alignas(16) CholeskyShared {
@@ -25,6 +28,7 @@ struct alignas(16) CholeskyShared {
   T diagonal[cholesky_panel * 3 / 2][cholesky_panel + 1];
   T inverse[cholesky_panel];
   T x[together][cholesky_panel];
+  int place[cholesky_threads / 32];
 };
 
 // One system; row n + r is its right-hand side r.
@@ -105,22 +109,22 @@ __device__ __forceinline__ void load_diagonal(CholeskyShared<T>& shared, SystemR
   }
 }
 
-// Factors that block, in shared memory and in the matrix. Returns the column that failed, or -1.
+// Factors that block, in shared memory and in the matrix; false where a pivot is not positive.
 template <class T>
-__device__ __forceinline__ int factor_diagonal(CholeskyShared<T>& shared, SystemRows<T> system,
-                                               int64_t j0, T ridge, T& least) {
+__device__ __forceinline__ bool factor_diagonal(CholeskyShared<T>& shared, SystemRows<T> system,
+                                                int64_t j0, T ridge, T& least) {
   auto& block = shared.diagonal;
   load_diagonal(shared, system, j0, ridge);
   NORMALIGN_LOOP
   for (int j = 0; j < cholesky_panel; ++j) {
     __syncthreads();
     const T pivot = block[j][j];
-    if (!(pivot > T(0))) return j;
+    if (!(pivot > T(0))) return false;
     if (j0 + j < system.n && pivot < least) least = pivot;
     const T scale = T(1) / pivot;
     for (int e = threadIdx.x; e < cholesky_panel * cholesky_panel; e += cholesky_threads) {
       const int i = e / cholesky_panel, q = e % cholesky_panel;
-      if (q > j && q <= i) block[i][q] -= block[i][j] * block[q][j] * scale;
+      if (q > j && q <= i) block[i][q] -= block[i][j] * scale * block[q][j];
     }
   }
   __syncthreads();
@@ -143,7 +147,7 @@ __device__ __forceinline__ int factor_diagonal(CholeskyShared<T>& shared, System
     if (j <= i && j0 + i < system.n) system.at(j0 + i)[j0 + j] = value;
   }
   __syncthreads();
-  return -1;
+  return true;
 }
 
 // Takes columns first .. first + 15 of a row to its solution. x begins with column `first` and
@@ -221,10 +225,10 @@ __device__ __forceinline__ void substitute_back(CholeskyShared<T>& shared, Syste
 
 template <class T>
 __device__ __forceinline__ T greatest_diagonal(CholeskyShared<T>& shared, SystemRows<T> system,
-                                               T ridge) {
+                                               T shift) {
   T most = T(0);
   for (int64_t i = threadIdx.x; i < system.n; i += cholesky_threads) {
-    const T entry = system.k[i * system.stride + i] + ridge;
+    const T entry = system.k[i * system.stride + i] + shift;
     most = entry > most ? entry : most;
   }
   NORMALIGN_UNROLL
@@ -240,37 +244,77 @@ __device__ __forceinline__ T greatest_diagonal(CholeskyShared<T>& shared, System
   return most;
 }
 
+// A copy of the diagonal, which the factor replaces; the triangle above it stays as it is.
+template <class T>
+__device__ __forceinline__ void save_diagonal(SystemRows<T> system, T* diagonal) {
+  for (int64_t i = threadIdx.x; i < system.n; i += cholesky_threads)
+    diagonal[i] = system.k[i * system.stride + i];
+}
+
+// The matrix as it was, from that copy and the triangle above. Barriers stand around it.
+template <class T>
+__device__ __forceinline__ void restore_matrix(SystemRows<T> system, const T* diagonal) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __syncthreads();
+  for (int64_t i = warp; i < system.n; i += cholesky_threads / 32)
+    for (int64_t j = lane; j <= i; j += 32)
+      system.k[i * system.stride + j] = j == i ? diagonal[i] : system.k[j * system.stride + i];
+  __syncthreads();
+}
+
+// L with L L^T = K + shift I in the lower triangle. False where a pivot is not above `noise` times
+// the greatest entry of the diagonal: it is left over from products of that size.
+template <class T>
+__device__ __forceinline__ bool factor_system(CholeskyShared<T>& shared, SystemRows<T> system,
+                                              T shift, T noise) {
+  for (int e = threadIdx.x; e < cholesky_panel / 2 * cholesky_panel; e += cholesky_threads)
+    shared.diagonal[cholesky_panel + e / cholesky_panel][e % cholesky_panel] = T(0);
+  const T most = greatest_diagonal(shared, system, shift);
+  T least = T(INFINITY);
+  NORMALIGN_LOOP
+  for (int64_t j0 = 0; j0 < system.n; j0 += cholesky_panel) {
+    if (j0 > 0) update_panel(shared, system, j0);
+    __syncthreads();
+    if (!factor_diagonal(shared, system, j0, shift, least)) return false;
+    solve_panel(shared, system, j0);
+    __syncthreads();
+  }
+  return least > noise * most;
+}
+
 template <class T>
 __global__ void __launch_bounds__(cholesky_threads, 1) cholesky_kernel(GpuSystems<T> systems) {
   NORMALIGN_SHARED(CholeskyShared<T>, memory, [1]);
   CholeskyShared<T>& shared = memory[0];
-  const int b = blockIdx.x;
+  const int64_t b = blockIdx.x, c = systems.c;
   const int64_t n = systems.sizes ? systems.sizes[b] : systems.n;
-  const SystemRows<T> system{n, n + systems.c, systems.n, systems.k + b * systems.n * systems.n,
-                             systems.y + b * systems.c * systems.n};
+  const SystemRows<T> system{n, n + c, systems.n, systems.k + b * systems.n * systems.n,
+                             systems.y + b * c * systems.n};
+  const T* const targets = systems.targets + b * c * systems.n;
+  T* const diagonal = systems.diagonal + b * systems.n;
   const T ridge = systems.ridge ? systems.ridge[b] : T(0);
-  T* const info = systems.info + 3 * int64_t(b);
-  for (int e = threadIdx.x; e < cholesky_panel / 2 * cholesky_panel; e += cholesky_threads)
-    shared.diagonal[cholesky_panel + e / cholesky_panel][e % cholesky_panel] = T(0);
-  const T most = greatest_diagonal(shared, system, ridge);
-  T least = n > 0 ? T(INFINITY) : T(1);
-  int64_t failed = 0;
-  for (int64_t j0 = 0; j0 < n && failed == 0; j0 += cholesky_panel) {
-    if (j0 > 0) update_panel(shared, system, j0);
+  save_diagonal(system, diagonal);
+  bool solved = false;
+  T jitter = T(0);
+  NORMALIGN_LOOP
+  for (int step = 0; step < systems.steps && !solved; ++step) {
+    if (step > 0) restore_matrix(system, diagonal);
+    for (int64_t r = 0; r < c; ++r)
+      for (int64_t j = threadIdx.x; j < n; j += cholesky_threads)
+        system.y[r * system.stride + j] = targets[r * system.stride + j];
     __syncthreads();
-    const int column = factor_diagonal(shared, system, j0, ridge, least);
-    if (column >= 0)
-      failed = j0 + column + 1;
-    else
-      solve_panel(shared, system, j0);
-    __syncthreads();
+    jitter = systems.ladder[step];
+    solved = factor_system(shared, system, ridge + jitter, epsilon<T>);
   }
-  if (failed == 0 && systems.c > 0 && n > 0) substitute_back(shared, system);
-  if (threadIdx.x == 0) {
-    info[0] = T(failed);
-    info[1] = least;
-    info[2] = most;
+  if (solved && n > 0) substitute_back(shared, system);
+  __syncthreads();
+  T* const coef = systems.coef + b * systems.n * c;
+  for (int64_t e = threadIdx.x; e < systems.n * c; e += cholesky_threads) {
+    const int64_t j = e / c, r = e - j * c;
+    const T value = j < n ? system.y[r * system.stride + j] : T(0);
+    coef[e] = solved ? value : T(NAN);
   }
+  if (threadIdx.x == 0) systems.jitter[b] = solved ? jitter : T(NAN);
 }
 
 }  // namespace
