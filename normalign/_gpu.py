@@ -34,6 +34,23 @@ def _device_reason(index: int) -> str | None:
     return f"the CUDA kernels were built for {names}, and cuda:{index} is sm_{found}"
 
 
+@functools.cache
+def _tensor_cores(index: int) -> bool:
+    assert _load._cuda is not None
+    major, minor = torch.cuda.get_device_capability(index)
+    built = [int(name) for name in _load._cuda.architectures.split(",")]
+    # What runs is the newest code that this GPU can run.
+    return max((b for b in built if b <= 10 * major + minor), default=0) >= 80
+
+
+def tensor_cores(device: torch.device) -> bool:
+    """Whether the kernels that run on this device may use tf32 and bf16 products.
+
+    Call where ``unavailable_reason`` is None.
+    """
+    return device.type != "cuda" or _tensor_cores(device.index or 0)
+
+
 def serves(device: torch.device) -> bool:
     """Whether tensors of this device are a matter for CUDA kernels, available or not."""
     return device.type == "cuda" or (emulating and device.type == "cpu")

@@ -52,17 +52,21 @@ def gram(
     weights: bool = False,
     own_m: Tensor | None = None,
     own_n: Tensor | None = None,
+    precision: str | None = None,
 ) -> Tensor:
     """``K(u, z)``, shape ``(m, n)``; or W, the gradient weights. Half the work for ``u is z``.
 
-    Takes a batch.
+    Takes a batch. ``precision`` permits K of float32 points products of ``"tf32"`` or ``"bf16"``.
     """
     u, z = u.contiguous(), z.contiguous()
     (m, r), n = u.shape[-2:], z.shape[-2]
     out = u.new_empty(*u.shape[:-1], n)
+    tensor = precision is not None and not weights and u.dtype is torch.float32
+    tensor = tensor and _gpu.tensor_cores(u.device)
+    name, choice = ("gram_tensor", precision == "bf16") if tensor else ("gram", weights)
     if out.numel():
-        _function("gram", u)(
-            exponent, length, *problems(u, own_m, own_n), weights, m, n, r, u.data_ptr(),
+        _function(name, u)(
+            exponent, length, *problems(u, own_m, own_n), choice, m, n, r, u.data_ptr(),
             z.data_ptr(), out.data_ptr(), *_gpu.where(u.device),
         )  # fmt: skip
     return out

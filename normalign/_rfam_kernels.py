@@ -130,11 +130,18 @@ def row_length(n: int) -> int:
     return -(-n // 16) * 16
 
 
-def gram(x: Points, z: Points, threads: int, *, weights: bool = False) -> Tensor:
-    """``K(x, z)``, or the gradient weights W, shape ``(m, n)``."""
+def gram(
+    x: Points, z: Points, threads: int, *, weights: bool = False, precision: str | None = None
+) -> Tensor:
+    """``K(x, z)``, or the gradient weights W, shape ``(m, n)``.
+
+    ``precision`` permits a GPU tensor cores for K.
+    """
     kernel = x.kernel
     if x.gpu:
-        return _rfam_cuda.gram(x.u, z.u, kernel.length, kernel.exponent, weights=weights)
+        return _rfam_cuda.gram(
+            x.u, z.u, kernel.length, kernel.exponent, weights=weights, precision=precision
+        )
     if x.reason is not None:
         f = reference.gradient_weights if weights else reference.laplace_gram
         return f(x.u, z.u, None, kernel.length, kernel.exponent)

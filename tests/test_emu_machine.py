@@ -10,6 +10,7 @@ import pytest
 
 SOURCE = pathlib.Path(__file__).resolve().parent.parent / "csrc" / "emu"
 ORDERS = ("forward", "reverse", "random:1")
+PARTS = ("machine", "collectives", "warp_matrix")
 COMPILER = os.environ.get("CXX") or shutil.which("c++")
 
 # What has to see the mistake: the machine itself or a wrong result in every order ("machine"),
@@ -32,6 +33,15 @@ SEEN_BY = {
     "blocks_overlap": ("thread",),
     "last_block": ("thread",),
     "too_much_shared": ("machine",),
+    "matrix_lane_left": ("machine",),
+    "matrix_diverged": ("machine",),
+    "matrix_stride": ("machine",),
+    "matrix_pitch": ("machine",),
+    "matrix_alignment": ("machine",),
+    "matrix_unrounded": ("machine",),
+    "matrix_uninitialised": ("machine",),
+    "matrix_no_barrier": ("machine", "thread"),
+    "matrix_bounds": ("address",),
 }
 
 pytestmark = pytest.mark.skipif(
@@ -51,11 +61,11 @@ def programs(tmp_path_factory):
     found = {}
     for kind, sanitize in kinds.items():
         program = folder / kind
-        objects = [folder / f"{kind}_{part}.o" for part in ("machine", "collectives")]
+        objects = [folder / f"{kind}_{part}.o" for part in PARTS]
         steps = (
             *(
                 [*flags, *defines[kind], "-c", SOURCE / f"{part}.cpp", "-o", into]
-                for part, into in zip(("machine", "collectives"), objects, strict=True)
+                for part, into in zip(PARTS, objects, strict=True)
             ),
             [*flags, *sanitize, SOURCE / "seeded_bugs.cpp", *objects, "-o", program],
         )

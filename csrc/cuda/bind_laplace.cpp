@@ -37,6 +37,17 @@ void gram(double exponent, double length, int count, Address own_m, Address own_
                          stream_of(stream)));
 }
 
+void gram_tensor(double exponent, double length, int count, Address own_m, Address own_n, bool bf16,
+                 int64_t m, int64_t n, int width, Address x, Address z, Address out, int device,
+                 Address stream) {
+  check_shape(m, n, width);
+  const DeviceGuard guard(device);
+  check(laplace_gram_tensor_gpu(
+      make_kernel<float>(exponent, length), make_batch(count, own_m, own_n), bf16, m, n, width,
+      pointer<const float>("x", x, width), pointer<const float>("z", z, width),
+      pointer<float>("out", out, 1), stream_of(stream)));
+}
+
 // The arguments that the streaming kernels share, checked.
 template <class T>
 struct StreamCall {
@@ -108,6 +119,7 @@ void project(int count, int64_t m, int d, int width, Address table, Address x, A
 void bind_laplace_gpu(py::module_& m) {
   m.def("laplace_gram_f32", &gram<float>);
   m.def("laplace_gram_f64", &gram<double>);
+  m.def("laplace_gram_tensor_f32", &gram_tensor);
   m.def("laplace_matvec_f32", &matvec<float>);
   m.def("laplace_matvec_f64", &matvec<double>);
   m.def("laplace_gradient_f32", &gradient<float>);

@@ -11,7 +11,8 @@
 // differences; for the others it is right to 32 g, relatively. The derivative of exp(-(D / L)^q) by
 // the logarithm of D^2 is at most q / (2 e), so K is right to 6 q g: in float32, at width 64 and
 // for a Laplace kernel, 7e-6 at worst. Rounding errors are random, and what is seen is below 1e-6.
-// Whether a pair is near depends on the pair alone, so that equal points have equal rows.
+// Whether a pair is near depends on the pair alone, so that equal points have equal rows. Where a
+// square overflows, differences may not: such pairs are near too.
 #pragma once
 #include "portable.cuh"
 
@@ -80,6 +81,50 @@ __device__ __forceinline__ void distances_by_differences(LaplaceTile<T>& tile, c
   }
 }
 
+// Whether a squared distance that comes from products needs differences. `sum` is that of both
+// squares, 0 where they underflow. NaN is near: its differences say what it is.
+template <class T>
+__device__ __forceinline__ bool is_near(T squared, T sum, T threshold) {
+  return !(squared >= sum * threshold) || sum - sum != T(0);
+}
+
+// Replaces the squared distances whose bits are set in `near` by sums of squared differences.
+template <class T>
+__device__ __forceinline__ void near_distances(LaplaceTile<T>& tile, unsigned near, const T* x,
+                                               int64_t i0, int64_t m, const T* z, int64_t j0,
+                                               int64_t n, int width, T (&squared)[4][4]) {
+  const int rows = threadIdx.x / 16 * 4, cols = threadIdx.x % 16 * 4;
+  const int threads = __syncthreads_count(near != 0);
+  if (threads > few_near_threads) {
+    // What stays waits in shared memory, where each thread has its own places.
+    NORMALIGN_UNROLL
+    for (int a = 0; a < 4; ++a) NORMALIGN_UNROLL
+    for (int b = 0; b < 4; ++b) {
+      tile.entries[rows + a][cols + b] = squared[a][b];
+      squared[a][b] = T(0);
+    }
+    distances_by_differences(tile, x, i0, m, z, j0, n, width, squared);
+    NORMALIGN_UNROLL
+    for (int a = 0; a < 4; ++a) NORMALIGN_UNROLL
+    for (int b = 0; b < 4; ++b)
+      if (!(near >> (4 * a + b) & 1)) squared[a][b] = tile.entries[rows + a][cols + b];
+    return;
+  }
+  // The diagonal, and duplicates: few, straight from memory, in the same order.
+  NORMALIGN_UNROLL
+  for (int e = 0; e < 16; ++e) {
+    const int64_t i = i0 + rows + e / 4, j = j0 + cols + e % 4;
+    if (!(near >> e & 1) || i >= m || j >= n) continue;
+    T sum = T(0);
+    NORMALIGN_LOOP
+    for (int d = 0; d < width; ++d) {
+      const T difference = x[i * width + d] - z[j * width + d];
+      sum += difference * difference;
+    }
+    squared[e / 4][e % 4] = sum;
+  }
+}
+
 template <class T>
 __device__ __forceinline__ void distances_by_products(LaplaceTile<T>& tile, const T* x, int64_t i0,
                                                       int64_t m, const T* z, int64_t j0, int64_t n,
@@ -118,32 +163,9 @@ __device__ __forceinline__ void distances_by_products(LaplaceTile<T>& tile, cons
   for (int b = 0; b < 4; ++b) {
     const T sum = tile.norms[0][rows + a] + tile.norms[1][cols + b];
     squared[a][b] = sum - T(2) * squared[a][b];
-    // NaN is near: its differences say what it is.
-    if (!(squared[a][b] >= sum * T(1.0 / 16))) near |= 1u << (4 * a + b);
+    if (is_near(squared[a][b], sum, T(1.0 / 16))) near |= 1u << (4 * a + b);
   }
-  const int threads = __syncthreads_count(near != 0);
-  if (threads > few_near_threads) {
-    T again[4][4] = {};
-    distances_by_differences(tile, x, i0, m, z, j0, n, width, again);
-    NORMALIGN_UNROLL
-    for (int a = 0; a < 4; ++a) NORMALIGN_UNROLL
-    for (int b = 0; b < 4; ++b)
-      if (near >> (4 * a + b) & 1) squared[a][b] = again[a][b];
-    return;
-  }
-  // The diagonal, and duplicates: few, straight from memory, in the same order.
-  NORMALIGN_UNROLL
-  for (int e = 0; e < 16; ++e) {
-    const int64_t i = i0 + rows + e / 4, j = j0 + cols + e % 4;
-    if (!(near >> e & 1) || i >= m || j >= n) continue;
-    T sum = T(0);
-    NORMALIGN_LOOP
-    for (int d = 0; d < width; ++d) {
-      const T difference = x[i * width + d] - z[j * width + d];
-      sum += difference * difference;
-    }
-    squared[e / 4][e % 4] = sum;
-  }
+  near_distances(tile, near, x, i0, m, z, j0, n, width, squared);
 }
 
 }  // namespace

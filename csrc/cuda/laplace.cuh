@@ -8,18 +8,11 @@ namespace {
 
 constexpr int kept_cols = 64;  // result columns of a streaming kernel's block
 
-// Makes entry (i, j) = value(i, j, squared distance) for 64 points x from i0 on and 64 points z
-// from j0 on. Points that do not exist count as zeros.
-template <class T, bool products = false, class Value>
-__device__ __forceinline__ void make_tile(LaplaceTile<T>& tile, const T* x, int64_t i0, int64_t m,
-                                          const T* z, int64_t j0, int64_t n, int width,
-                                          Value value) {
+// Makes entry (i, j) = value(i, j, squared distance) of 4 x 4 squared distances a thread.
+template <class T, class Value>
+__device__ __forceinline__ void make_entries(LaplaceTile<T>& tile, const T (&squared)[4][4],
+                                             Value value) {
   const int rows = threadIdx.x / 16 * 4, cols = threadIdx.x % 16 * 4;
-  T squared[4][4] = {};
-  if constexpr (products)
-    distances_by_products(tile, x, i0, m, z, j0, n, width, squared);
-  else
-    distances_by_differences(tile, x, i0, m, z, j0, n, width, squared);
   NORMALIGN_UNROLL
   for (int a = 0; a < 4; ++a) NORMALIGN_UNROLL
   for (int b = 0; b < 4; ++b) tile.entries[rows + a][cols + b] = squared[a][b];
@@ -33,32 +26,68 @@ __device__ __forceinline__ void make_tile(LaplaceTile<T>& tile, const T* x, int6
   __syncthreads();
 }
 
+// The entries between 64 points x from i0 on and 64 points z from j0 on. Points that do not exist
+// count as zeros.
+template <class T, bool products = false, class Value>
+__device__ __forceinline__ void make_tile(LaplaceTile<T>& tile, const T* x, int64_t i0, int64_t m,
+                                          const T* z, int64_t j0, int64_t n, int width,
+                                          Value value) {
+  T squared[4][4] = {};
+  if constexpr (products)
+    distances_by_products(tile, x, i0, m, z, j0, n, width, squared);
+  else
+    distances_by_differences(tile, x, i0, m, z, j0, n, width, squared);
+  make_entries(tile, squared, value);
+}
+
+// Entries into their places, and where `mirrored` also into those on the diagonal's other side.
+template <class T>
+__device__ __forceinline__ void write_entries(const LaplaceTile<T>& tile, int64_t i0, int64_t m,
+                                              int64_t j0, int64_t n, bool mirrored, T* out,
+                                              int64_t stride) {
+  const auto& result = tile.entries;
+  for (int e = threadIdx.x; e < laplace_tile * laplace_tile; e += laplace_threads) {
+    const int i = e / laplace_tile, j = e % laplace_tile;
+    if (i0 + i < m && j0 + j < n) out[(i0 + i) * stride + j0 + j] = result[i][j];
+    if (mirrored && j0 + i < n && i0 + j < m) out[(j0 + i) * stride + i0 + j] = result[j][i];
+  }
+}
+
+// One problem of a batch of Gram matrices.
+template <class T>
+struct GramProblem {
+  const T *x, *z;
+  T* out;
+  int64_t m, n, stride;
+  bool symmetric;
+
+  __device__ __forceinline__ GramProblem(GpuBatch batch, int64_t rows, int64_t cols, int width,
+                                         const T* points_x, const T* points_z, T* result)
+      : stride(cols) {
+    const int64_t problem = blockIdx.z;
+    // Not some of the rows against all.
+    symmetric = points_x == points_z && rows == cols && batch.own_m == batch.own_n;
+    x = points_x + problem * rows * width;
+    z = points_z + problem * cols * width;
+    out = result + problem * rows * cols;
+    m = batch.own_m ? batch.own_m[problem] : rows;
+    n = batch.own_n ? batch.own_n[problem] : cols;
+  }
+};
+
 template <class T, bool weights, bool products>
 __global__ void __launch_bounds__(laplace_threads, 1)
     gram_kernel(GpuKernel<T> k, GpuBatch batch, int64_t m, int64_t n, int width, const T* x,
                 const T* z, T* out) {
   NORMALIGN_SHARED(LaplaceTile<T>, tile, [1]);
-  const int64_t problem = blockIdx.z, stride = n;
-  // Not some of the rows against all.
-  const bool symmetric = x == z && m == n && batch.own_m == batch.own_n;
-  if (symmetric && blockIdx.x < blockIdx.y) return;  // the mirror tile writes this one
-  x += problem * m * width;
-  z += problem * n * width;
-  out += problem * m * n;
-  if (batch.own_m) m = batch.own_m[problem];
-  if (batch.own_n) n = batch.own_n[problem];
+  const GramProblem<T> p(batch, m, n, width, x, z, out);
+  if (p.symmetric && blockIdx.x < blockIdx.y) return;  // the mirror tile writes this one
   const int64_t i0 = int64_t(blockIdx.y) * laplace_tile, j0 = int64_t(blockIdx.x) * laplace_tile;
-  if (i0 >= m || j0 >= n) return;
-  make_tile<T, products>(tile[0], x, i0, m, z, j0, n, width, [&](int, int, T squared) {
+  if (i0 >= p.m || j0 >= p.n) return;
+  make_tile<T, products>(tile[0], p.x, i0, p.m, p.z, j0, p.n, width, [&](int, int, T squared) {
     return weights ? kernel_weight(k, squared) : kernel_value(k, squared);
   });
-  const auto& result = tile[0].entries;
-  for (int e = threadIdx.x; e < laplace_tile * laplace_tile; e += laplace_threads) {
-    const int i = e / laplace_tile, j = e % laplace_tile;
-    if (i0 + i < m && j0 + j < n) out[(i0 + i) * stride + j0 + j] = result[i][j];
-    if (symmetric && i0 != j0 && j0 + i < n && i0 + j < m)
-      out[(j0 + i) * stride + i0 + j] = result[j][i];
-  }
+  write_entries(tile[0], i0, p.m, j0, p.n, p.symmetric && i0 != j0, p.out, p.stride);
 }
 
 // What a streaming kernel sums over the points z.

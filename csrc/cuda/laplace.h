@@ -28,6 +28,12 @@ template <class T>
 Status laplace_gram_gpu(GpuKernel<T> kernel, GpuBatch batch, bool weights, int64_t m, int64_t n,
                         int width, const T* x, const T* z, T* out, Stream stream);
 
+// K of float32 points whose products, above 32 coordinates, have factors rounded to tf32 or bf16:
+// distance_tensor.cuh has the error. Needs code for sm_80 or later. Defined in gram_tensor.cu.
+Status laplace_gram_tensor_gpu(GpuKernel<float> kernel, GpuBatch batch, bool bf16, int64_t m,
+                               int64_t n, int width, const float* x, const float* z, float* out,
+                               Stream stream);
+
 // The following are sums over the points z of one part of n each, `parts` of them; 0 for points x
 // that do not exist.
 // (parts, count, m, c): f_ik = sum_j K_ij coef_jk.

@@ -13,7 +13,7 @@
 // NORMALIGN_SHARED(float, tile, [32][33]);
 #define NORMALIGN_SHARED(T, name, dims) __shared__ T name dims
 #define NORMALIGN_DYNAMIC_SHARED(T, name)                                   \
-  extern __shared__ __align__(16) unsigned char normalign_dynamic_shared[]; \
+  extern __shared__ __align__(32) unsigned char normalign_dynamic_shared[]; \
   T* const name = reinterpret_cast<T*>(normalign_dynamic_shared)
 // More than 48 KiB of dynamic shared memory has to be allowed for each kernel.
 #define NORMALIGN_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                         \

@@ -82,7 +82,8 @@ int block_barrier(bool predicate, Where where) {
   return static_cast<int>(f.result);
 }
 
-uint64_t warp_collective(Collective kind, uint32_t mask, uint64_t value, int source, Where where) {
+uint64_t warp_collective(Collective kind, uint32_t mask, uint64_t value, int source, Where where,
+                         void (*serve)(const uint64_t* values, Where where)) {
   Machine& m = machine();
   const int first = m.current / 32 * 32;
   Fiber* lanes = m.fibers + first;
@@ -115,9 +116,15 @@ uint64_t warp_collective(Collective kind, uint32_t mask, uint64_t value, int sou
   release(sync);
   meeting->arrived |= bit;
   if (meeting->arrived == mask) {
-    uint64_t ballot = 0;
-    for (int l = 0; l < 32; ++l)
-      if (mask >> l & 1 && lanes[l].value) ballot |= 1ull << l;
+    uint64_t ballot = 0, values[32] = {};
+    for (int l = 0; l < 32; ++l) {
+      if (!(mask >> l & 1)) continue;
+      values[l] = lanes[l].value;
+      if (values[l]) ballot |= 1ull << l;
+      if (kind == Collective::agree && values[l] != value)
+        fail("lanes disagree about the arguments at " + text(where));
+    }
+    if (kind == Collective::serve) serve(values, where);
     for (int l = 0; l < 32; ++l) {
       if (!(mask >> l & 1)) continue;
       const int from = lanes[l].source;

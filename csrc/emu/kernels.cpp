@@ -2,6 +2,7 @@
 #include "../cuda/agop.cu"
 #include "../cuda/attack.cu"
 #include "../cuda/cholesky.cu"
+#include "../cuda/gram_tensor.cu"
 #include "../cuda/laplace.cu"
 #include "../cuda/orthogonal_projection.cu"
 #include "../cuda/stack.cu"

@@ -65,10 +65,24 @@ char* shared(SharedSlot& slot);
 int block_barrier(bool predicate, Where where);
 
 // What the lanes of a warp can do together. The last lane of the mask to arrive serves all.
-enum class Collective { sync, shuffle, ballot };
+enum class Collective { sync, shuffle, ballot, agree, serve };
 // shuffle: the value of lane `source`, all bits set where that lane is not in the mask.
 // ballot: the lanes whose value is not 0.
-uint64_t warp_collective(Collective kind, uint32_t mask, uint64_t value, int source, Where where);
+// agree: the values must be equal.
+// serve: calls `serve` with the values of all 32 lanes.
+uint64_t warp_collective(Collective kind, uint32_t mask, uint64_t value, int source, Where where,
+                         void (*serve)(const uint64_t* values, Where where) = nullptr);
+
+// For warp_matrix.h: a matrix in memory, which all lanes must see alike; and one lane's parts of
+// d = a b + c with a (m, k) and b (k, n), element e of each in lane e % 32.
+void warp_matrix_place(const void* p, unsigned ldm, size_t element, Where where);
+struct MatrixProduct {
+  int m, n, k;
+  uint32_t rounded_away;  // bits of a and b that must be 0
+  const float *a, *b, *c;
+  float* d;
+};
+void warp_matrix_product(const MatrixProduct& own, Where where);
 
 // Orders this thread after every thread that has passed a fence before.
 void fence();

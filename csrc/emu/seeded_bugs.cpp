@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../cuda/portable.cuh"
+#include "seeded_matrix.h"
 
 namespace normalign {
 namespace {
@@ -224,7 +225,7 @@ int run(const std::string& name) {
   } else if (name == "too_much_shared") {
     NORMALIGN_LAUNCH(too_much_shared, one, block, 0, nullptr, y);
     expected.assign(64, 1.0f);
-  } else {
+  } else if (!run_matrix(name, bad, x, y, expected)) {
     throw std::invalid_argument("no kernel " + name);
   }
   return compare(out, expected);
