@@ -68,9 +68,9 @@ def test_the_bound_is_reached(device, precision):
     """Opposite points that all move outwards: D = |u| + |v| grows by eps, almost."""
     u = badly_rounded((20, 40), device)
     found = error(u, -u, 100.0, 1.0, precision).diagonal()
-    stated = bound(precision, u, -u, 100.0, 1.0).diagonal()
-    assert (found <= stated).all()
-    assert (found >= 0.75 * stated).all()
+    assert (found <= bound(precision, u, -u, 100.0, 1.0).diagonal()).all()
+    # K falls by exp(-D / L) = 0.88 for each L, and bf16's rounding is 0.88 of its most.
+    assert (found >= 0.7 * EPS[precision] * 2 * u.double().norm(dim=1) / 100.0).all()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -256,9 +256,7 @@ def test_registered_operator():
         torch.library.opcheck(op, (x[:5].requires_grad_(), z[:4], matrix, 8.0, 1.0, "tf32"))
         compiled = torch.compile(normalign.laplace_gram, fullgraph=True, backend="aot_eager")
         x = x.detach()
-        torch.testing.assert_close(
-            compiled(x, z, matrix, 8.0, precision="tf32"),
-            normalign.laplace_gram(x, z, matrix, 8.0, precision="tf32"),
-            rtol=0,
-            atol=0,
-        )
+        for bandwidth in (8.0, 3.0):  # the second becomes a symbol
+            arguments = (x, z, matrix, bandwidth)
+            got = compiled(*arguments, precision="tf32")
+            assert torch.equal(got, normalign.laplace_gram(*arguments, precision="tf32"))
