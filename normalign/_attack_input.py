@@ -16,7 +16,7 @@ from normalign._checks import check_choice, check_count, check_float, check_posi
 from normalign._pgd import PUBLISHED, STRONG, Outcome, Settings, Victim
 from normalign._rfam_base import RFAMBase, _available, _moved
 from normalign._rfam_fit import Machine
-from normalign._rfam_pgd import pgd, takes_ellipsoids
+from normalign._rfam_pgd import pgd
 from normalign.rfam import RFAMClassifier
 
 ATTACKS = {"published": PUBLISHED, "strong": STRONG}
@@ -50,12 +50,7 @@ class MachineVictim(Victim):
         settings: Settings,
         bounds: tuple[Tensor | None, Tensor | None],
     ) -> tuple[Tensor, Tensor, int, int] | None:
-        """All steps in one call; an ellipsoid has a kernel on the GPU alone."""
-        radius: float | Tensor = scale
-        if settings.norm == "l2" and not takes_ellipsoids(self.machine):
-            if not bool((scale == scale[0]).all()):
-                return None
-            radius = float(scale[0])
+        """All steps in one call."""
         if any(b is not None and b.dim() > 1 for b in bounds):
             return None  # bounds of each row
         lower, upper = (None if b is None else b.expand(x.shape[1]) for b in bounds)
@@ -65,8 +60,8 @@ class MachineVictim(Victim):
                 self.machine,
                 x[rows],
                 one_hot[rows].to(x.dtype),
-                eps=radius,
-                step=settings.step_size * radius,
+                eps=scale,
+                step=settings.step_size * scale,
                 iters=settings.steps,
                 loss=settings.loss,
                 norm=settings.norm,

@@ -64,11 +64,6 @@ def loss_cotangent(f: Tensor, targets: Tensor, loss: str) -> Tensor:
     return v.scatter_add(1, label, torch.full_like(f, -1.0))
 
 
-def takes_ellipsoids(machine: Machine) -> bool:
-    """Whether ``pgd`` takes a radius for each feature with ``norm="l2"`` too: on a GPU."""
-    return machine.packed.gpu and _rfam_attack_cuda.serves(machine)
-
-
 def pgd(
     machine: Machine,
     x: Tensor,
@@ -90,12 +85,12 @@ def pgd(
         machine: The kernel machine.
         x: Clean points, shape ``(m, d)``.
         targets: One-hot labels or regression targets, shape ``(m, c)``.
-        eps: Radius; with ``norm="linf"``, and on a GPU, also one for each feature, shape ``(d,)``.
-            A feature with radius 0 is frozen.
+        eps: Radius, or one for each feature, shape ``(d,)``: the region is ``x + eps z`` with
+            ``|z| <= 1`` in the norm. A feature with radius 0 is frozen.
         step: Length of a step; like ``eps``.
         iters: Number of steps.
         loss: ``"mse"``, ``"margin"`` or ``"cross_entropy"``.
-        norm: ``"linf"`` (signed steps) or ``"l2"`` (normalised steps).
+        norm: ``"linf"`` (signed steps) or ``"l2"`` (along ``eps * gradient``, normalised).
         start: First iterate, shape ``(m, d)``; ``x`` if None.
         lower: Least allowed value of each feature, shape ``(d,)``.
         upper: Greatest allowed value of each feature.
@@ -110,15 +105,11 @@ def pgd(
     check_shape("targets", targets, (x.shape[0], machine.dual_coef.shape[1]))
     if start is not None:
         check_shape("start", start, tuple(x.shape))
-    on_gpu = takes_ellipsoids(machine)
-    if norm == "l2" and not on_gpu and (isinstance(eps, Tensor) or isinstance(step, Tensor)):
-        msg = "eps and step must be numbers with norm='l2', got a tensor"
-        raise TypeError(msg)
     current = (x if start is None else start).to(x.dtype, copy=True)
     if on_cpu_kernels(x, machine.points):
         bounds = (lower, upper)
         return _native(machine, x, targets, current, eps, step, iters, loss, norm, bounds, select)
-    if on_gpu:
+    if machine.packed.gpu and _rfam_attack_cuda.serves(machine):
         found = _rfam_attack_cuda.attack_machine(
             machine, x, targets, current, eps, step, iterations=iters, loss=loss, norm=norm,
             lower=lower, upper=upper, select=select,
@@ -147,10 +138,12 @@ def pgd(
             move = current + step * g.sign() - x
             current = x + torch.clamp(move, -eps, eps)  # type: ignore[arg-type]
         else:
+            radius = torch.as_tensor(eps, dtype=x.dtype, device=x.device).expand(x.shape[1])
+            g = radius * g
             length = g.norm(dim=1, keepdim=True)
             move = current + step * g / torch.where(length > 0, length, 1.0) - x
-            size = move.norm(dim=1, keepdim=True)
-            current = x + move * torch.where(size > eps, eps / size, 1.0)
+            size = torch.where(radius > 0, move / radius, 0.0).norm(dim=1, keepdim=True)
+            current = x + torch.where(radius > 0, move / size.clamp(min=1.0), 0.0)
         if lower is not None:
             current = torch.maximum(current, lower)
         if upper is not None:

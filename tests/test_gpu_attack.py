@@ -303,6 +303,27 @@ def test_bounds_and_ellipsoids_are_one_launch_too(device, norm):
     assert np.isclose(found, want, atol=1e-4).all(1).mean() > 0.9
 
 
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_the_same_report_as_on_the_cpu_with_frozen_features(device, norm):
+    """Every row takes all steps, turned or not, so the share of zero gradients is the same too."""
+    model, x, y = _fitted(device="cuda" if device.type == "cuda" else "cpu")
+    x = np.random.default_rng(1).standard_normal(x.shape).astype("float32")
+    x[::3] *= 1e6  # where the kernel underflows, in float64 too
+    settings = {
+        "eps": (0.1, 0.5, 1.0), "attack": {"norm": norm, "steps": 6, "random_start": False},
+        "frozen": (1,), "random_state": 0, "measures": False, "certify": False,
+    }  # fmt: skip
+    found = normalign.robustness_report(model, x, y, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NORMALIGN_IMPL", "reference")
+        model.device = "cpu"
+        want = normalign.robustness_report(model, x, y, **settings)
+    assert 0 < found.zero_gradient_share[1] < 1
+    assert found.zero_gradient_share == pytest.approx(want.zero_gradient_share, nan_ok=True)
+    assert found.robust_accuracy == want.robust_accuracy
+    assert found.robust_accuracy[3] < found.robust_accuracy[0]
+
+
 def test_the_attack_runs_where_the_estimator_computes(device, monkeypatch):
     model, x, y = _fitted()
     asked = []

@@ -35,20 +35,32 @@ def _by_autograd(machine, x, targets, start, *, eps, step, iters, loss, norm):
             if norm == "linf":
                 current = x + (current + step * g.sign() - x).clamp(-eps, eps)
             else:
-                move = current + step * g / g.norm(dim=1, keepdim=True) - x
-                size = move.norm(dim=1, keepdim=True)
-                current = x + move * (eps / size).clamp(max=1)
+                radius = torch.as_tensor(eps, dtype=x.dtype).expand(x.shape[1])
+                moving = radius > 0
+                direction = radius * g
+                move = current + step * direction / direction.norm(dim=1, keepdim=True) - x
+                share = torch.zeros_like(x)
+                share[:, moving] = move[:, moving] / radius[moving]
+                current = x + radius * share / share.norm(dim=1, keepdim=True).clamp(min=1)
     return current
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("loss", ["mse", "margin", "cross_entropy"])
-def test_follows_the_autograd_attack(loss, norm):
+@pytest.mark.parametrize("eps", [0.5, (0.0, 0.05, 0.5, 2.0, 0.0)])
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+def test_follows_the_autograd_attack(loss, norm, eps, implementation, monkeypatch):
+    """A ball, or an ellipsoid with two features that may not move."""
+    monkeypatch.setenv("NORMALIGN_IMPL", implementation)
     machine = _machine()
+    step = 0.05
+    if isinstance(eps, tuple):
+        eps = torch.tensor(eps, dtype=torch.float64)
+        step = 0.3 * eps  # so that iterates meet the border
     x = torch.randn(9, 5, dtype=torch.float64)
     targets = torch.nn.functional.one_hot(torch.arange(9) % 3, 3).double()
-    start = x + 0.1 * torch.rand_like(x)
-    settings = {"eps": 0.5, "step": 0.05, "iters": 8, "loss": loss, "norm": norm}
+    start = x + 0.2 * eps * torch.rand_like(x)
+    settings = {"eps": eps, "step": step, "iters": 8, "loss": loss, "norm": norm}
     exact = _by_autograd(machine, x, targets, start, **settings)
     result = pgd(machine, x, targets, start=start, **settings)
     torch.testing.assert_close(result.x, exact)
@@ -139,7 +151,6 @@ def test_standing_on_the_only_training_point_is_reported():
     [
         ({"loss": "hinge"}, ValueError, "loss must be one of mse, margin, cross_entropy, got"),
         ({"norm": "l1"}, ValueError, "norm must be one of linf, l2, got 'l1'"),
-        ({"norm": "l2", "eps": torch.ones(5)}, TypeError, "eps and step must be numbers"),
         ({"start": torch.zeros(1, 2)}, ValueError, r"start must have shape \(4, 5\)"),
         ({"iters": -1}, ValueError, "iters must be an integer of at least 0"),
     ],

@@ -203,40 +203,49 @@ void step_linf(const AttackSettings<T>& s, int64_t d, const T* x, const T* g, T*
   }
 }
 
-// One step from `current` along g, back into the ball around x and the bounds. Each lane of g is
-// divided by its largest size first: squares of tiny gradients, and the reciprocals of denormal
-// ones, would leave the range of the type.
+// One step from `current` along eps g, back into the ellipsoid x + eps z, |z| <= 1, and the bounds.
+// Each lane of eps g is divided by its largest size first: squares of tiny gradients, and the
+// reciprocals of denormal ones, would leave the range of the type.
 template <class T>
 void step_l2(const AttackSettings<T>& s, int64_t d, const T* x, T* g, T* current) {
-  alignas(64) T factor[P], back[P], size[P], norm[P];
-  const T eps = s.eps ? s.eps[0] : s.eps_all, step = s.step ? s.step[0] : s.step_all;
-  for (int64_t l = 0; l < P; ++l) size[l] = norm[l] = back[l] = T(0);
-  for (int64_t t = 0; t < d; ++t)
+  alignas(64) T size[P], along[P], length[P];
+  T widest = s.eps_all;
+  for (int64_t t = 0; s.eps && t < d; ++t) widest = t == 0 || s.eps[t] > widest ? s.eps[t] : widest;
+  for (int64_t l = 0; l < P; ++l) size[l] = along[l] = length[l] = T(0);
+  for (int64_t t = 0; t < d; ++t) {
+    const T share = s.eps && widest > 0 ? s.eps[t] / widest : T(1);
     for (int64_t l = 0; l < P; ++l) {
+      g[t * P + l] *= share;
       const T a = g[t * P + l] < 0 ? -g[t * P + l] : g[t * P + l];
       size[l] = a > size[l] ? a : size[l];
     }
+  }
   for (int64_t l = 0; l < P; ++l) size[l] = size[l] > 0 ? size[l] : T(1);
   for (int64_t t = 0; t < d; ++t)
     for (int64_t l = 0; l < P; ++l) {
       g[t * P + l] /= size[l];
-      norm[l] += g[t * P + l] * g[t * P + l];
+      along[l] += g[t * P + l] * g[t * P + l];
     }
   for (int64_t l = 0; l < P; ++l)
-    factor[l] = norm[l] > 0 ? step / T(__builtin_sqrt(norm[l])) : T(0);
-  for (int64_t t = 0; t < d; ++t)
-    for (int64_t l = 0; l < P; ++l) {
-      const T move = current[t * P + l] + factor[l] * g[t * P + l] - x[t * P + l];
-      back[l] += move * move;
-    }
-  for (int64_t l = 0; l < P; ++l) {
-    const T length = T(__builtin_sqrt(back[l]));
-    back[l] = length > eps ? eps / length : T(1);
-  }
+    along[l] = along[l] > 0 ? T(1) / T(__builtin_sqrt(along[l])) : T(0);
   for (int64_t t = 0; t < d; ++t) {
+    const T eps = s.eps ? s.eps[t] : s.eps_all, step = s.step ? s.step[t] : s.step_all;
     for (int64_t l = 0; l < P; ++l) {
       const int64_t e = t * P + l;
-      current[e] = x[e] + (current[e] + factor[l] * g[e] - x[e]) * back[l];
+      current[e] = current[e] + step * along[l] * g[e] - x[e];
+      const T z = eps > 0 ? current[e] / eps : T(0);
+      length[l] += z * z;
+    }
+  }
+  for (int64_t l = 0; l < P; ++l) {
+    length[l] = T(__builtin_sqrt(length[l]));
+    length[l] = length[l] > 1 ? T(1) / length[l] : T(1);
+  }
+  for (int64_t t = 0; t < d; ++t) {
+    const bool frozen = (s.eps ? s.eps[t] : s.eps_all) <= 0;
+    for (int64_t l = 0; l < P; ++l) {
+      const int64_t e = t * P + l;
+      current[e] = x[e] + (frozen ? T(0) : current[e] * length[l]);
     }
     bound(s, t, current + t * P);
   }
