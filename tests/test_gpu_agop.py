@@ -159,27 +159,37 @@ def test_batches(device, dtype, width):
         _check(got[b], u[b, :i], z[b, :j], coef[b, :j], weight=weight[b, :i])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("c", [1, 2])
-@pytest.mark.parametrize(("count", "width", "kib"), [(270, 3, 227), (132, 64, 227), (132, 64, 99)])
-def test_large_batches(device, dtype, c, count, width, kib):
-    """Blocks of 32 rows, several tiles of them each; of 8 where shared memory is small."""
-    if device.type != "cpu" and kib != 227:
-        pytest.skip("the host machine's shared memory can be made small")
+def _large_batch(device, dtype, c, count, width):
+    """So many tiles of 32 rows that blocks take several, and some blocks one less."""
     m = 129
     u = _points(count * m, width, dtype, device).view(count, m, width)
     z, coef = u[:, :3].contiguous(), _points(count * 3, c, dtype, device).view(count, 3, c)
     own_m = torch.full((count,), m, dtype=torch.int32, device=device)
     own_m[1] = 40
-    if device.type == "cpu":
-        _load._emu.set_shared_limit(kib << 10)
-    try:
-        got = agop(u, z, coef, LENGTH, 1.0, own_m=own_m)
-    finally:
-        if device.type == "cpu":
-            _load._emu.set_shared_limit(227 << 10)
+    got = agop(u, z, coef, LENGTH, 1.0, own_m=own_m)
     for b in (0, 1, count - 1):
         _check(got[b], u[b, : own_m[b]], z[b], coef[b])
+
+
+@pytest.mark.parametrize(("dtype", "c"), [(torch.float64, 2), (torch.float32, 1)])
+def test_large_batches(device, dtype, c):
+    _large_batch(device, dtype, c, 212, 3)
+
+
+@pytest.mark.parametrize(("dtype", "c"), [(torch.float64, 1), (torch.float32, 2)])
+def test_wide_large_batches(device, dtype, c):
+    _large_batch(device, dtype, c, 212, 64)
+
+
+def test_small_shared_memory(device):
+    """32 rows of 64 numbers need 123 KiB; where there are 99, blocks have 8 rows."""
+    if device.type != "cpu":
+        pytest.skip("the host machine's shared memory can be made small")
+    _load._emu.set_shared_limit(99 << 10)
+    try:
+        _large_batch(device, torch.float64, 2, 132, 64)
+    finally:
+        _load._emu.set_shared_limit(227 << 10)
 
 
 def test_strides_and_offsets(device):
