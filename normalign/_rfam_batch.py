@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from normalign import _rfam_cuda
+from normalign._rfam_agop_cuda import agop
 from normalign._rfam_kernels import make_kernel
 from normalign._rfam_machine import Machine
 from normalign._rfam_solve import FAILED, jitter_ladder, warn_jitter
@@ -229,8 +230,7 @@ def _updated(machines: Machines, size: Tensor, ranks: Tensor) -> Tensor:
     gradients are 0 the features stay as they are.
     """
     u, own = machines.points, machines.own_n
-    g = _rfam_cuda.jacobian(u, u, machines.coef, *machines.form, own_m=own, own_n=own)
-    g = g.flatten(1, 2)  # (B, n c, r)
-    factor = machines.factor @ _rfam_cuda.semidefinite_factor(g.transpose(1, 2) @ g, ranks)
+    r = agop(u, u, machines.coef, *machines.form, own_m=own, own_n=own)
+    factor = machines.factor @ _rfam_cuda.semidefinite_factor(r, ranks)
     length = torch.linalg.vector_norm(factor, dim=(1, 2)).clamp_(min=1e-300)  # M may be 0
     return factor.mul_((size / length)[:, None, None])
