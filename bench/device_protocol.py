@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import paper_rfam
 import rfam_protocol
 import torch
 from baselines import rfam as authors
+from tables import Table
 
 from normalign._pgd import PUBLISHED
 
@@ -26,7 +29,7 @@ def rfam_table_protocol(machine: Machine, n: int, d: int, c: int) -> dict[str, A
     n = 48 if machine.emulated else n
     table = rfam_protocol.random_table(n, d, c)
 
-    def ours() -> list[rfam_protocol.Outcome]:
+    def ours(table: Table = table) -> list[rfam_protocol.Outcome]:
         return rfam_protocol.run(
             table, ALPHAS, PUBLISHED, machine.device, regs=paper_rfam.REGS,
             bandwidth=paper_rfam.BANDWIDTH, iterations=paper_rfam.ITERATIONS, eps=paper_rfam.EPS,
@@ -60,5 +63,8 @@ def rfam_table_protocol(machine: Machine, n: int, d: int, c: int) -> dict[str, A
     }
     if n <= 500:  # tens of thousands of events
         row["authors_launches"] = machine.launches(theirs)
+        # A copy of a column is given up in the first update; that starts nothing more.
+        copied = dataclasses.replace(table, X=np.column_stack((table.X, table.X[:, 0])))
+        row["launches_losing_rank"] = machine.launches(lambda: ours(copied))
     row["authors_over_ours"] = row["authors_seconds"] / row["seconds"]
     return row

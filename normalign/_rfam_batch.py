@@ -63,10 +63,16 @@ class Machines:
         kernel = make_kernel(self.kernel, self.bandwidth)
         return kernel.length, kernel.exponent
 
-    def outputs(self, queries: Queries) -> Tensor:
-        """Outputs at each problem's points, shape ``(B, m, c)``; 0 where there is none."""
+    def outputs(self, queries: Queries, own_m: Tensor | None = None) -> Tensor:
+        """Outputs at each problem's points, shape ``(B, m, c)``; 0 where there is none.
+
+        Args:
+            queries: The points of each table.
+            own_m: How many each problem has, where that is on the device already.
+        """
         u = _rfam_cuda.project_batch(queries.x, self.factor, self.table)
-        own_m = self.tables.pick(self.index, queries.sizes)
+        if own_m is None:
+            own_m = self.tables.pick(self.index, queries.sizes)
         return _rfam_cuda.matvec(
             u, self.points, self.coef, *self.form, own_m=own_m, own_n=self.own_n
         )
@@ -188,6 +194,7 @@ def fit(
     factor, ranks = tables.first_factors(problems)
     # |F|^2 = d, the trace of M.
     size = tables.upload(np.sqrt([float(tables.features[t]) for t in index]))
+    own_valid = None if valid is None else tables.pick(index, valid.sizes)
     jitters: list[Tensor] = []
     tried: list[Machines] = []
     outputs: list[Tensor] = []
@@ -195,7 +202,7 @@ def fit(
         machines = systems.solve(factor)
         jitters.append(machines.jitter)
         if valid is not None:
-            outputs.append(machines.outputs(valid))
+            outputs.append(machines.outputs(valid, own_valid))
             tried.append(machines)
         if i + 1 < n_iter:  # nobody reads an update after the last solve
             factor = _updated(machines, size, ranks)

@@ -69,8 +69,9 @@ class Tables:
         self.targets = self.upload(padded([_wide(part).T for part in targets]))  # (t, c, n)
 
     def upload(self, array: Array) -> Tensor:
-        """A copy on the device."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        """A copy on the device; the host does not wait for what the device is doing."""
+        # Memory that is not pinned has been read when the call returns.
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
 
     def centred(self, x: Sequence[Tensor]) -> Tensor:
         """Points of each table less its mean, shape ``(t, m, d)``."""
