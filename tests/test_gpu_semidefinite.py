@@ -13,8 +13,8 @@ from normalign import _rfam_cuda
 from normalign.testing import gpu_devices, on_gpu
 
 EPS = np.finfo(np.float64).eps
-# One, a panel's borders, more rows than threads, and a whole panel more than a tile of 256 rows.
-ORDERS = (1, 2, 31, 32, 33, 97, 257, 300)
+# One, a panel's borders, more rows than threads, and more than two tiles of them.
+ORDERS = (1, 2, 31, 32, 33, 97, 257, 513)
 
 
 @pytest.fixture(params=gpu_devices())
@@ -84,7 +84,7 @@ def test_definite_matrices_of_many_orders(device, rng):
 
 def test_fewer_gradients_than_features(device, rng):
     """A batch of every rank, whatever the order; 300 rows are more than a block has threads."""
-    shapes = [(1, 5), (3, 4), (7, 33), (20, 64), (31, 32), (40, 97), (12, 300)]
+    shapes = [(1, 5), (3, 4), (7, 33), (20, 64), (31, 32), (40, 97), (12, 300), (30, 513)]
     matrices = [_gram(rng.standard_normal(shape)) for shape in shapes]
     _check(matrices, device, [m for m, _ in shapes])
 
