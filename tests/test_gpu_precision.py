@@ -249,7 +249,7 @@ def test_bad_precision(wrong):
 
 
 @pytest.mark.skipif("emulated" not in gpu_devices(), reason="not built")
-def test_registered_operator():
+def test_opcheck_and_compile():
     x, z, matrix = _public(torch.device("cpu"))
     with emulated_gpu():
         op = torch.ops.normalign.laplace_gram.default
