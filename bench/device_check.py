@@ -29,6 +29,7 @@ from baselines import problems
 from baselines import rfam as rfam_authors
 from baselines.problems import Problem
 from device_attack import rfam_attack
+from device_gram import gram_precision
 from device_protocol import rfam_table_protocol
 from torch import Tensor
 
@@ -304,6 +305,13 @@ def cases(machine: Machine) -> Iterator[Callable[[], dict[str, Any]]]:
         ("agop", 500, 500, 10),
     ):
         yield lambda a=name, n=n, w=width, c=c: rfam_op(machine, a, 70 if small else n, w, c)
+    for n, width, clustered in (
+        (20000, 64, False),
+        (20000, 500, False),
+        (20000, 64, True),
+        (2000, 100, False),
+    ):
+        yield lambda a=(n, width, clustered): gram_precision(machine, *a)
 
 
 def markdown(report: dict[str, Any]) -> str:
