@@ -28,13 +28,14 @@ from baselines import grokalign as peers
 from baselines import problems
 from baselines import rfam as rfam_authors
 from baselines.problems import Problem
+from device_agop import rfam_agop, rfam_agop_of_tables
 from device_attack import rfam_attack
 from device_gram import gram_precision
 from device_protocol import rfam_table_protocol
 from torch import Tensor
 
 import normalign
-from normalign import _gpu, _load, _rfam_agop_cuda, _rfam_cuda, reference, testing
+from normalign import _gpu, _load, _rfam_cuda, reference, testing
 
 Call = Callable[[], Any]
 MODELS = ("parity", "parity64", "mnist", "modadd32", "modadd1116", "xor", "wide", "widegelu")
@@ -216,10 +217,6 @@ def rfam_op(machine: Machine, name: str, n: int, width: int, c: int) -> dict[str
             lambda u, a, v: _rfam_cuda.gradient(u, u, a, v, 10.0, 1.0),
             lambda u, a, v: reference.input_gradient(u, u, a, v, None, 10.0),
         ),
-        "agop": (
-            lambda u, a, v: _rfam_agop_cuda.agop(u, u, a, 10.0, 1.0),
-            lambda u, a, v: reference.agop(u, u, a, None, 10.0) * u.shape[0],
-        ),
     }
     ours, definition = calls[name]
     few = [t[:200] for t in (u, coef, v)]
@@ -300,9 +297,6 @@ def cases(machine: Machine) -> Iterator[Callable[[], dict[str, Any]]]:
         ("gram", 2000, 20, 1),
         ("matvec", 20000, 16, 3),
         ("gradient", 5000, 20, 3),
-        ("agop", 2000, 30, 10),
-        ("agop", 10000, 30, 2),
-        ("agop", 500, 500, 10),
     ):
         yield lambda a=name, n=n, w=width, c=c: rfam_op(machine, a, 70 if small else n, w, c)
     for n, width, clustered in (
@@ -312,6 +306,10 @@ def cases(machine: Machine) -> Iterator[Callable[[], dict[str, Any]]]:
         (2000, 100, False),
     ):
         yield lambda a=(n, width, clustered): gram_precision(machine, *a)
+    for n, width, c in ((1000, 20, 3), (2000, 30, 10), (10000, 30, 2), (500, 500, 10)):
+        yield lambda a=(70 if small else n, width, c): rfam_agop(machine, *a)
+    for count, n, width, c in ((10, 100, 8, 2), (10, 500, 20, 3)):
+        yield lambda a=(count, 20 if small else n, width, c): rfam_agop_of_tables(machine, *a)
 
 
 def markdown(report: dict[str, Any]) -> str:

@@ -9,6 +9,9 @@ lead there:
 - For one large problem they are so too. The kernel makes W again for every group of classes, and
   takes differences ``z_j - u_i`` where cuBLAS needs a multiply-add; what it saves, some ten
   launches, is the same at every size (bench/MODEL.md has the arithmetic).
+
+The kernel is the more accurate one where points are close: it adds up differences, where products
+subtract two large sums.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from normalign import _gpu
 from normalign._rfam_cuda import gram, jacobian, problems, suffix
 
 _WIDEST = 64  # coordinates, as in csrc/cuda/agop.h
-_FEW = 1 << 30  # m n c r, up to which launches count for more than arithmetic
+_FEW = 1 << 32  # m n c r elements, in bytes, up to which launches cost more than arithmetic
 _TILE = 64  # least rows of W at a time
 _ELEMENTS = 1 << 26  # of a temporary array
 
@@ -54,7 +57,7 @@ def agop(
     batch = u.ndim == 3
     if min(*u.shape, n, c) == 0:
         return u.new_zeros(*u.shape[:-2], r, r, dtype=torch.float64)
-    if r <= _WIDEST and (batch or m * n * c * r <= _FEW):
+    if r <= _WIDEST and (batch or m * n * c * r * u.element_size() <= _FEW):
         return _by_kernel(u, z, coef, length, exponent, weight, own_m, own_n)
     if not batch:
         return _by_products(u, z, coef, length, exponent, weight)

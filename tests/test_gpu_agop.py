@@ -182,7 +182,7 @@ def test_wide_large_batches(device, dtype, c):
 
 
 def test_small_shared_memory(device):
-    """32 rows of 64 numbers need 123 KiB; where there are 99, blocks have 8 rows."""
+    """32 rows of 64 numbers need 118 KiB; where there are 99, blocks have 8 rows."""
     if device.type != "cpu":
         pytest.skip("the host machine's shared memory can be made small")
     _load._emu.set_shared_limit(99 << 10)

@@ -159,7 +159,6 @@ __device__ __forceinline__ void add_outer_products(const T* g, int count, int pi
     const int s = e / width, t = e % width;
     const double* const from = shared + (s % 4 * 4 + t % 4) * agop_threads + s / 4 * quads + t / 4;
     double total = add ? out[e] : 0.0;
-    NORMALIGN_LOOP
     for (int p = 0; p < parts; ++p) total += from[p * tiles];
     out[e] = total;
   }
@@ -183,8 +182,8 @@ __global__ void __launch_bounds__(agop_threads, 2)
   T* const g = sums + agop_threads * agop_held;
 
   const int64_t problem = blockIdx.z;
-  const int64_t m = k.batch.own_m ? k.batch.own_m[problem] : k.m;
   const int64_t n = k.batch.own_n ? k.batch.own_n[problem] : k.n;
+  const int64_t m = n == 0 ? 0 : k.batch.own_m ? k.batch.own_m[problem] : k.m;
   const T* const all_x = k.x + problem * k.m * width;
   const T* const all_z = k.z + problem * k.n * width;
   const int class0 = blockIdx.y * plan.classes;
@@ -206,7 +205,6 @@ __global__ void __launch_bounds__(agop_threads, 2)
     clear_columns(x, rows, pitch, width, plan.quads * 4);
     clear_columns(x + valid * pitch, rows - valid, pitch, 0, width);
     load_agop_rows(all_x + i0 * width, width, valid, width, x, pitch);
-    __syncthreads();
     T sum[kept][agop_row_group][4] = {};
     for (int64_t j0 = 0; j0 < n; j0 += agop_tile) {
       const int points = n - j0 < agop_tile ? int(n - j0) : agop_tile;
@@ -261,7 +259,6 @@ __global__ void __launch_bounds__(agop_threads, 2)
         const int own_class = own / (4 * plan.quads) * kept + q;
         if (own_class >= classes) continue;
         T total = T(0);
-        NORMALIGN_LOOP
         for (int p = 0; p < plan.parts; ++p) total += sums[p * held + e];
         if (k.weight && row < valid)
           total = T(double(total) * sqrt(k.weight[problem * k.m + i0 + row]));
