@@ -7,6 +7,7 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 SOURCE = pathlib.Path(__file__).resolve().parent.parent / "csrc" / "emu"
 ORDERS = ("forward", "reverse", "random:1")
@@ -120,6 +121,30 @@ def test_a_report_says_where(programs):
     assert "barrier" in text
     assert "seeded_bugs.cpp:" in text
     assert "block (0,0,0)" in text
+
+
+def test_rounding_to_tf32_and_bf16(programs):
+    """Bit for bit: bf16 against torch's, tf32 against the definition in float64."""
+    special = [0x0, 0x1, 0x1000, 0x1001, 0x7FFFFF, 0x7F7FFFFF, 0x7F7FEFFF, 0x7F7FF000, 0x7F800000]
+    ties = [0x3F801000, 0x3F800FFF, 0x3F803000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7FC12345]
+    bits = torch.randint(-(2**31), 2**31, (3000,)).to(torch.int32)
+    ends = torch.tensor([(b | sign << 31) for b in special + ties for sign in (0, 1)])
+    bits = torch.cat([bits, ends.to(torch.int32)])
+    text = " ".join(f"{b & 0xFFFFFFFF:x}" for b in bits.tolist())
+    run = subprocess.run(
+        [programs["machine"], "rounding"], input=text, capture_output=True, text=True, check=True
+    )
+    tf32, bf16 = zip(*(line.split() for line in run.stdout.splitlines()), strict=True)
+    value = bits.view(torch.float32)
+    as_bf16 = torch.tensor([int(b, 16) for b in bf16]).to(torch.int16).view(torch.bfloat16)
+    torch.testing.assert_close(as_bf16, value.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    got = torch.tensor([int(b, 16) for b in tf32]).to(torch.int32).view(torch.float32)
+    exponent = torch.frexp(value.double().abs()).exponent.clamp(min=-125)
+    unit = torch.exp2(exponent.double() - 11)  # 10 bits after the first; denormals have fewer
+    exact = torch.floor(value.double().abs() / unit + 0.5) * unit
+    expected = exact.copysign(value.double()).float()  # beyond the largest: infinity
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(got.signbit() | got.isnan(), value.signbit() | value.isnan())
 
 
 def test_unknown_order_is_refused(programs):

@@ -26,16 +26,17 @@ namespace {
 constexpr int tensor_tile = 2 * laplace_tile;
 constexpr int tensor_depth = 32;  // coordinates in shared memory at a time
 
-#if defined(NORMALIGN_TENSOR_CORES)
 namespace wmma = nvcuda::wmma;
 
 struct Tf32 {
-  using Factor = wmma::precision::tf32;
   using Stored = float;
   static constexpr int step = 8;  // coordinates of one product of fragments
   static constexpr int pitch = tensor_depth + 4;
   static constexpr float near = 1.0f / 16;
+#if defined(NORMALIGN_TENSOR_CORES)
+  using Factor = wmma::precision::tf32;
   static __device__ __forceinline__ float round(float u) { return wmma::__float_to_tf32(u); }
+#endif
   static __device__ __forceinline__ float value(float u) { return u; }
 };
 
@@ -60,6 +61,10 @@ struct alignas(32) TensorTile {
   float norms[2][tensor_tile];
 };
 
+static_assert(sizeof(TensorTile<Tf32>) <= 99 << 10, "what every GPU from sm_80 on has");
+static_assert(sizeof(TensorTile<Bf16>) <= 99 << 10, "what every GPU from sm_80 on has");
+
+#if defined(NORMALIGN_TENSOR_CORES)
 // Coordinates d0, d0 + 1, ... of both sets of points, rounded; 0 where there are none.
 template <class P>
 __device__ __forceinline__ void load_rounded(TensorTile<P>& tile, const float* x, int64_t i0,
@@ -67,9 +72,10 @@ __device__ __forceinline__ void load_rounded(TensorTile<P>& tile, const float* x
                                              int width, int d0) {
   const int d = threadIdx.x % tensor_depth;
   const bool inside = d0 + d < width;
-  constexpr int step = laplace_threads / tensor_depth, at_once = 4;
-  NORMALIGN_LOOP  // all at once would need more registers than there are
-      for (int p0 = threadIdx.x / tensor_depth; p0 < tensor_tile; p0 += at_once * step) {
+  constexpr int step = laplace_threads / tensor_depth;
+  constexpr int at_once = 8;  // more loads would need more registers than there are
+  NORMALIGN_LOOP
+  for (int p0 = threadIdx.x / tensor_depth; p0 < tensor_tile; p0 += at_once * step) {
     NORMALIGN_UNROLL
     for (int e = 0; e < at_once; ++e) {
       const int p = p0 + e * step;

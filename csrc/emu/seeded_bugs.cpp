@@ -1,5 +1,6 @@
 // Small kernels, each right as written and wrong with one seeded mistake. The tests run both and
 // expect the mistake to be seen: a broken machine would hide the mistakes of real kernels too.
+//   seeded_bugs rounding           see seeded_matrix.h
 //   seeded_bugs KERNEL good|bad    exits 0 clean, 1 wrong result, 3 reported by the machine
 #include <cstdio>
 #include <cstring>
@@ -235,6 +236,7 @@ int run(const std::string& name) {
 }  // namespace normalign
 
 int main(int argc, char** argv) {
+  if (argc == 2 && !std::strcmp(argv[1], "rounding")) return normalign::print_rounded(), 0;
   if (argc != 3) return 2;
   normalign::bad = !std::strcmp(argv[2], "bad");
   try {

@@ -1,5 +1,7 @@
 // Seeded mistakes in products of matrices by a warp; see seeded_bugs.cpp, the only place for this.
 #pragma once
+#include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -55,6 +57,18 @@ __global__ void matrix_square(Mistake mistake, const float* in, float* out) {
   wmma::store_matrix_sync(&square[0][0], sums, 20, wmma::mem_row_major);
   __syncwarp();
   for (int e = lane; e < 64; e += 32) out[e] = square[e / 16][e % 16];
+}
+
+// Reads floats as hexadecimal words; prints each in tf32, as a float, and in bf16.
+void print_rounded() {
+  unsigned bits;
+  while (std::scanf("%x", &bits) == 1) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    const float rounded = nvcuda::wmma::__float_to_tf32(value);
+    std::memcpy(&bits, &rounded, sizeof bits);
+    std::printf("%08x %04x\n", bits, __float2bfloat16_rn(value).bits);
+  }
 }
 
 // Whether `name` is one of these kernels; then it has run, and what it should give is in
