@@ -10,8 +10,9 @@ lead there:
   takes differences ``z_j - u_i`` where cuBLAS needs a multiply-add; what it saves, some ten
   launches, is the same at every size (bench/MODEL.md has the arithmetic).
 
-The kernel is the more accurate one where points are close: it adds up differences, where products
-subtract two large sums.
+The kernel is the more accurate one where points are close, because it adds up differences, where
+products subtract two large sums: 2e-8 against 8e-5 in float32 with pairs of points 1e-4 apart, in
+units of the largest entry.
 """
 
 from __future__ import annotations

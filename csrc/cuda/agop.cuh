@@ -108,15 +108,24 @@ __device__ __forceinline__ void agop_weights(GpuKernel<T> kernel, const T* x, co
   }
   NORMALIGN_UNROLL
   for (int e = 0; e < across; ++e) NORMALIGN_UNROLL
-  for (int a = 0; a < agop_row_group; ++a)
-    weights[(lane + lanes * e) * weight_pitch + row0 + a] = squared[a][e];
+  for (int a = 0; a < agop_row_group; a += wide<T>) {
+    Pack<T, wide<T>> own;
+    NORMALIGN_UNROLL
+    for (int w = 0; w < wide<T>; ++w) own.v[w] = squared[a + w][e];
+    store_pack(weights + (lane + lanes * e) * weight_pitch + row0 + a, own);
+  }
   // Each thread goes on with its own entries. A loop, because copies of the exponential would fill
   // the registers.
+  constexpr int packs = agop_row_group / wide<T>;
   NORMALIGN_LOOP
-  for (int e = 0; e < across * agop_row_group; ++e) {
-    const int j = lane + lanes * (e / agop_row_group), i = row0 + e % agop_row_group;
-    T& weight = weights[j * weight_pitch + i];
-    weight = j < points && i < valid ? kernel_weight(kernel, weight) : T(0);
+  for (int e = 0; e < across * packs; ++e) {
+    const int j = lane + lanes * (e / packs), i = row0 + e % packs * wide<T>;
+    T* const at = weights + j * weight_pitch + i;
+    auto own = load_pack<wide<T>>(at);
+    NORMALIGN_UNROLL
+    for (int w = 0; w < wide<T>; ++w)
+      own.v[w] = j < points && i + w < valid ? kernel_weight(kernel, own.v[w]) : T(0);
+    store_pack(at, own);
   }
 }
 
