@@ -13,6 +13,9 @@ from normalign._rfam_machine import project
 
 # Scaled coordinates beyond this lose so many digits in float32 that K does not keep 1e-6.
 WIDE = 16.0
+# Squares of distances leave the range of float32 where lengths are not between these. The CPU's
+# kernels take coordinates in units of the length; those of a GPU take them as they are.
+_LENGTHS = (1e-12, 1e12)
 
 
 def runs_natively(*tensors: Tensor, cuda_kernel: bool = False) -> bool:
@@ -95,7 +98,8 @@ def into_factor_space(
     same = x is z
     u = project(x, mean, factor, dtype)
     v = u if same else project(z, mean, factor, dtype)
-    if dtype is torch.float32 and any(_reach(t) * kernel.scale > WIDE for t in (u, v)):
+    extreme = _gpu.serves(x.device) and not _LENGTHS[0] <= kernel.length <= _LENGTHS[1]
+    if dtype is torch.float32 and (extreme or any(_reach(t) * kernel.scale > WIDE for t in (u, v))):
         u = project(x, mean, factor, torch.float64)
         v = u if same else project(z, mean, factor, torch.float64)
     left = Points(u, kernel)

@@ -6,6 +6,7 @@ lead there:
 - Up to 64 coordinates, one kernel goes from points to sums of outer products
   (csrc/cuda/agop.cuh): two launches, and no array larger than those sums.
 - Beyond, matrix products by torch are the right tool: a block of the GPU has no room for the sums.
+  So they are for more than 65,535 classes, which are more than a launch has room for.
 - For one large problem they are so too. The kernel makes W again for every group of classes, and
   takes differences ``z_j - u_i`` where cuBLAS needs a multiply-add; what it saves, some ten
   launches, is the same at every size (bench/MODEL.md has the arithmetic).
@@ -24,6 +25,7 @@ from normalign import _gpu
 from normalign._rfam_cuda import gram, jacobian, problems, suffix
 
 _WIDEST = 64  # coordinates, as in csrc/cuda/agop.h
+_CLASSES = 65535  # and classes: groups of them are blocks in a grid's second direction
 _FEW = 1 << 32  # m n c r elements, in bytes, up to which launches cost more than arithmetic
 _TILE = 64  # least rows of W at a time
 _ELEMENTS = 1 << 26  # of a temporary array
@@ -58,7 +60,8 @@ def agop(
     batch = u.ndim == 3
     if min(*u.shape, n, c) == 0:
         return u.new_zeros(*u.shape[:-2], r, r, dtype=torch.float64)
-    if r <= _WIDEST and (batch or m * n * c * r * u.element_size() <= _FEW):
+    narrow = r <= _WIDEST and c <= _CLASSES
+    if narrow and (batch or m * n * c * r * u.element_size() <= _FEW):
         return _by_kernel(u, z, coef, length, exponent, weight, own_m, own_n)
     if not batch:
         return _by_products(u, z, coef, length, exponent, weight)

@@ -41,8 +41,8 @@ def laplace_gram(
     Other entries of ``exp(-(D / L)^q)`` are off by ``(q / e) eps sqrt(2 / near)`` at most, 1.0e-3 q
     in tf32 and 4.1e-3 q in bf16, for q >= 1 also by ``eps (|u| + |v|) / L`` at most, and by the
     sums' own ``q (1.5 width + 18 + width / 64) 2^-23 / (2 e near)``. It is a permission: CPUs,
-    float64, fewer coordinates, and points so many lengths apart that float64 makes their K, are
-    as exact as without it. Gradients never use it.
+    float64, fewer coordinates, and points or lengths for which float64 makes K, are as exact
+    as without it. Gradients never use it.
 
     Args:
         x: Points, shape ``(m, d)``, any floating dtype; float32 and float64 run natively.

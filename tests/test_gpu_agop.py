@@ -192,6 +192,34 @@ def test_small_shared_memory(device):
         _load._emu.set_shared_limit(227 << 10)
 
 
+def test_every_width_fits_into_99_kib(device):
+    """What every GPU from sm_80 on has; most is asked for by many classes in float64."""
+    if device.type != "cpu":
+        pytest.skip("the host machine's shared memory can be made small")
+    _load._emu.set_shared_limit(99 << 10)
+    try:
+        for width in range(1, 65):
+            for dtype, c in ((torch.float64, 30), (torch.float64, 32), (torch.float32, 64)):
+                u, coef = _points(2, width, dtype, device), _points(2, c, dtype, device)
+                _check(agop(u, u, coef, LENGTH, 1.0), u, u, coef)
+    finally:
+        _load._emu.set_shared_limit(227 << 10)
+
+
+@pytest.mark.parametrize("c", [65535, 65536])
+def test_more_classes_than_a_launch_takes(device, c):
+    u, coef = _points(2, 2, torch.float64, device), _points(2, c, torch.float64, device)
+    _check(agop(u, u, coef, LENGTH, 1.0), u, u, coef)
+
+
+@pytest.mark.parametrize("size", [1e-160, 1e160])
+def test_squares_beyond_float64(device, size):
+    """A weight's root is in range where its square is not, or K is 0: never NaN."""
+    u = size * _points(9, 3, torch.float64, device)
+    got = agop(u, u, _points(9, 2, torch.float64, device), 50.0, 0.7)
+    assert torch.isfinite(got).all()
+
+
 def test_strides_and_offsets(device):
     """Neither contiguous nor aligned, and not changed."""
     base = _points(80, 23, torch.float32, device)

@@ -165,3 +165,18 @@ def test_public_operators_take_the_kernels(device, name, with_matrix):
     )  # fmt: skip
     # float32 sums of some tens of terms, through a factor of M.
     assert (got.double() - exact).abs().max().item() <= 5e-6 * exact.abs().max().item()
+
+
+@pytest.mark.parametrize("unit", [2.0**-100, 2.0**-66, 2.0**66, 2.0**100])
+@pytest.mark.parametrize("width", [5, 40])
+def test_units_of_length_do_not_matter(device, unit, width):
+    """Squares of such distances are not float32 numbers; K and products with it don't change."""
+    x, coef = _points(30, width, torch.float32, device), _points(30, 2, torch.float32, device)
+    call = normalign.laplace_gram, normalign.laplace_matvec
+    for f, more in zip(call, ((), (coef,)), strict=True):
+        found = f(unit * x, unit * x, None, 4.0 * unit, *more)
+        torch.testing.assert_close(found, f(x, x, None, 4.0, *more), rtol=1e-4, atol=1e-5)
+    if 1e-30 < unit < 1e30:  # beyond, gradients themselves are not float32 numbers
+        found = normalign.input_gradient(unit * x, unit * x, None, 4.0 * unit, coef, coef)
+        expected = normalign.input_gradient(x, x, None, 4.0, coef, coef)
+        torch.testing.assert_close(unit * found, expected, rtol=1e-4, atol=1e-4)

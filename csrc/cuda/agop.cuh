@@ -11,9 +11,12 @@ namespace {
 
 constexpr int agop_threads = 256;
 constexpr int agop_tile = 128;     // points z at a time
-constexpr int agop_classes = 32;   // of a block, at most: their coefficients are in shared memory
 constexpr int agop_held = 4 * 4;   // gradient entries of a thread, for each of its classes
 constexpr int agop_row_group = 4;  // rows of a thread
+// Of a block, at most: coefficients and gradients are in shared memory, of which every GPU from
+// sm_80 on has 99 KiB for 8 rows. Two more classes take 100 in fp64 at 29 to 32 coordinates.
+template <class T>
+constexpr int agop_classes = sizeof(T) == 8 ? 30 : 32;
 
 // Who does what in a block. A thread has 4 rows, 4 coordinates (a quad) and `kept` classes, for
 // every `parts`-th point z; threads with the same rows are lane 0, 1, ...
@@ -37,7 +40,7 @@ inline AgopPlan agop_plan(int width, int c) {
   plan.quads = (width + 3) / 4;
   plan.pitch = (plan.quads * 4 / wide<T> | 1) * wide<T>;
   int most = agop_lanes<rows> / plan.quads * kept;
-  if (most > agop_classes) most = agop_classes;
+  if (most > agop_classes<T>) most = agop_classes<T>;
   plan.groups = (c + most - 1) / most;
   plan.classes = (c + plan.groups - 1) / plan.groups;
   plan.slots = (plan.classes + kept - 1) / kept;
