@@ -65,11 +65,12 @@ def _batches(task: TableTask, missing: list[Row]) -> Iterator[list[Row]]:
     folds = list(task.folds.values())
     rows = max(len(fold.train) for fold in folds)
     outputs = max(fold.classes or fold.y.shape[1] for fold in folds)
-    # Kernel matrices, and the gradients of every output at every point.
-    columns = outputs * folds[0].X.shape[1]
-    most = max(rows, columns)
+    features = folds[0].X.shape[1]
+    # Kernel matrices, the gradients of every output at every point, and factors of M.
+    columns = outputs * features
+    most = max(rows * rows, rows * columns, features * features)
     # A launch has at most 65535 blocks in its third direction, one for each 64 columns.
-    step = max(1, min(_BYTES // (8 * rows * most), 65535 // (columns // 64 + 1)))
+    step = max(1, min(_BYTES // (8 * most), 65535 // (columns // 64 + 1)))
 
     def shared(key: Row) -> tuple[float, str]:
         return key["bandwidth"], str(key["kernel"])

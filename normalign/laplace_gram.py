@@ -106,7 +106,8 @@ def laplace_matvec(
 
 
 def _check_precision(precision: str | None) -> None:
-    if precision is not None and precision not in ("tf32", "bf16"):
+    known = isinstance(precision, str) and precision in ("tf32", "bf16")
+    if precision is not None and not known:
         msg = f"precision must be None, 'tf32' or 'bf16', got {precision!r}"
         raise ValueError(msg)
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -241,7 +242,7 @@ def test_one_kernel_for_older_code(monkeypatch):
     _gpu._tensor_cores.cache_clear()
 
 
-@pytest.mark.parametrize("wrong", ["fp16", "TF32", "", 16])
+@pytest.mark.parametrize("wrong", ["fp16", "TF32", "", 16, np.array(["tf32", "bf16"])])
 def test_bad_precision(wrong):
     x = torch.randn(3, 40)
     with pytest.raises(ValueError, match=r"precision must be None, 'tf32' or 'bf16', got "):

@@ -74,6 +74,18 @@ def test_regression_and_small_batches(device, monkeypatch):
     _compare(whole, sweep((X, y), **settings))
 
 
+def test_many_features_make_small_batches(device, monkeypatch):
+    """More features than points: factors of M are what takes memory."""
+    X = np.random.default_rng(0).standard_normal((12, 40))
+    calls = []
+    run = _sweep_batch._run_batch
+    monkeypatch.setattr(_sweep_batch, "_run_batch", lambda t, k: calls.append(len(k)) or run(t, k))
+    monkeypatch.setattr(_sweep_batch, "_BYTES", 3 * 8 * 40 * 40)
+    settings = dict(SETTINGS, eps=(), device=device.type, progress=False)
+    assert not sweep((X, X[:, 0] > 0), **settings).failed
+    assert calls == [3, 3, 2]
+
+
 def test_strong_attack_never_helps(device):
     """Other starts than fold after fold, but the same guarantees."""
     result = sweep(
