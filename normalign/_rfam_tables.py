@@ -46,7 +46,8 @@ class Tables:
 
     Args:
         x: Points of each, shape ``(n, d)``, on the CPU.
-        targets: Targets of each, shape ``(n, c)``, on the CPU.
+        targets: Targets of each, shape ``(n, c)``, on the CPU; one c for all, because an output
+            that only fills up could be the greatest.
         device: Where to compute.
     """
 
@@ -55,6 +56,10 @@ class Tables:
             if not all(np.isfinite(part.numpy()).all() for part in parts):
                 msg = f"{name} must be finite, got NaN or infinity"
                 raise ValueError(msg)
+        columns = {part.shape[1] for part in targets}
+        if len(columns) != 1:
+            msg = f"y must have as many columns in every table, got {sorted(columns)}"
+            raise ValueError(msg)
         self.raw = list(x)
         self.device = device
         self.sizes = [len(part) for part in x]

@@ -209,7 +209,11 @@ def test_every_width_fits_into_99_kib(device):
 @pytest.mark.parametrize("c", [65535, 65536])
 def test_more_classes_than_a_launch_takes(device, c):
     u, coef = _points(2, 2, torch.float64, device), _points(2, c, torch.float64, device)
-    _check(agop(u, u, coef, LENGTH, 1.0), u, u, coef)
+    exact = _oracle(u, u, coef)[0].astype(np.float64)
+    # Of products, which are less accurate than the kernel.
+    np.testing.assert_allclose(
+        agop(u, u, coef, LENGTH, 1.0).cpu().numpy(), exact, rtol=0, atol=1e-11 * np.abs(exact).max()
+    )
 
 
 @pytest.mark.parametrize("size", [1e-160, 1e160])

@@ -170,3 +170,10 @@ def test_constant_table_and_bad_input(device):
     y[0, 1] = float("inf")
     with pytest.raises(ValueError, match="y must be finite"):
         Tables([torch.ones(4, 3)], [y], device)
+
+
+def test_tables_of_other_classes_go_apart(device):
+    """An output that only fills up is 0, and greater than those of a class that is not there."""
+    x = [torch.randn(n, 3) for n in (9, 7)]
+    with pytest.raises(ValueError, match=r"as many columns in every table, got \[2, 4\]"):
+        Tables(x, [torch.randn(9, 2), torch.randn(7, 4)], device)
