@@ -48,8 +48,8 @@ def phase_map(seeds: int) -> list[Spec]:
 
 SETS = {
     "reduced": plan(5, ["parity"], METHODS, REDUCED_CAPS) + plan(20, ["parity"], PAIR, REDUCED_CAPS)
-    + plan(1, PAPER, RIVALS, REDUCED_CAPS) + plan(1, ["tokens"], OURS, {}) + phase_map(1)
-    + plan(3, PAPER, OURS, REDUCED_CAPS),  # runs that stand twice run once
+    + plan(1, PAPER, RIVALS, REDUCED_CAPS) + plan(1, PAPER[2:4], ["egalitarian"], REDUCED_CAPS)
+    + plan(1, ["tokens"], OURS, {}) + phase_map(1) + plan(3, PAPER, OURS, REDUCED_CAPS),
     "full": plan(10, PAPER, RIVALS, {}) + plan(10, PAPER[:-1], ["egalitarian"], {})
     + plan(5, ["tokens"], OURS, {}) + phase_map(3) + plan(20, PAPER, PAIR, {}),
 }  # fmt: skip

@@ -204,12 +204,13 @@ TASKS = {
     ),
     "modadd": Task(
         "Modular addition", modular_addition, 1000, 99, 99, 1e-3, 1.0, _weights(0.01, 1e-4),
-        (0.1, 0.01), batch=32,
+        (0.1, 0.02), batch=32,
     ),
     "xor": _XOR,
     "xor_full": dataclasses.replace(_XOR, title="XOR, unreduced", setup=xor_full),
     "mnist_ce": _MNIST,
-    "mnist_se": dataclasses.replace(_MNIST, title="MNIST, squared error", squared_error=True),
+    "mnist_se": dataclasses.replace(_MNIST, title="MNIST, squared error", squared_error=True,
+        egalitarian=(0.1, 0.1)),
     "tokens": Task(
         "Modular addition on tokens", tokens, 3000, 99, 95, 3e-3, 1.0, _weights(1e-4, 1e-4),
         (0.1, 0.01),
