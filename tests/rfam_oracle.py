@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.datasets import make_classification
 
 Array = NDArray[np.float64]
 
@@ -52,3 +53,11 @@ def fit(
 
 def predict(x: Array, z: Array, coef: Array, M: Array, bandwidth: float) -> Array:
     return np.exp(-distances(x, z, M) / bandwidth) @ coef
+
+
+def blobs(n=120, d=5, classes=3, seed=0):
+    """Points of a few Gaussian classes."""
+    X, y = make_classification(
+        n, d, n_informative=d - 1, n_redundant=0, n_classes=classes, random_state=seed
+    )
+    return X, y

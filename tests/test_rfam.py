@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
-from sklearn.datasets import load_iris, make_classification
+from sklearn.datasets import load_iris
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
-import normalign
 from normalign import RFAMClassifier, RFAMRegressor
 from normalign._rfam_machine import Machine
 from normalign._rfam_memory import fit_bytes, parse_bytes, rows_that_fit
@@ -24,6 +23,7 @@ from normalign._rfam_solve import System
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import rfam_oracle as oracle
+from rfam_oracle import blobs
 
 # scikit-learn asks 1e-7 of these, whatever the dtype of the computation.
 FLOAT32_REASON = "compares to 1e-7, which is the rounding of float32; float64 passes"
@@ -31,13 +31,6 @@ FLOAT32_FAILURES = {
     "check_sample_weight_equivalence_on_dense_data": FLOAT32_REASON,
     "check_methods_subset_invariance": FLOAT32_REASON,
 }
-
-
-def blobs(n=120, d=5, classes=3, seed=0):
-    X, y = make_classification(
-        n, d, n_informative=d - 1, n_redundant=0, n_classes=classes, random_state=seed
-    )
-    return X, y
 
 
 @pytest.mark.parametrize("cls", [RFAMClassifier, RFAMRegressor])
@@ -467,59 +460,3 @@ def test_verbose(capsys):
     X, y = blobs(30)
     RFAMClassifier(verbose=1, n_iter=2).fit(X, y)
     assert capsys.readouterr().out.count("[RFAMClassifier] iteration") == 2
-
-
-# --- files
-
-
-@pytest.mark.parametrize("labels", [np.array([3, 5, 9]), np.array(["a", "bc", "d"]), None])
-def test_save_and_load(tmp_path, labels):
-    X, y = blobs(60)
-    path = tmp_path / "model.rfam"  # the name is kept as given
-    if labels is None:
-        model = RFAMRegressor(alpha=0.5).fit(X, np.c_[X[:, 0], X[:, 1]])
-    else:
-        model = RFAMClassifier(alpha=0.5, random_state=np.random.RandomState(0)).fit(X, labels[y])
-    model.save(path)
-    again = type(model).load(path)
-    np.testing.assert_array_equal(again.predict(X), model.predict(X))
-    np.testing.assert_array_equal(again.feature_matrix_, model.feature_matrix_)
-    assert again.history_ == model.history_
-    assert again.alpha == 0.5
-    assert again.random_state is None
-    with np.load(path, allow_pickle=False) as file:
-        assert all(file[name].dtype != object for name in file.files)
-
-
-def test_save_keeps_column_names(tmp_path):
-    pandas = pytest.importorskip("pandas")
-    X, y = blobs(40, 3, classes=2)
-    frame = pandas.DataFrame(X, columns=["a", "b", "c"])
-    RFAMClassifier().fit(frame, y).save(tmp_path / "m.npz")
-    again = RFAMClassifier.load(tmp_path / "m.npz")
-    assert again.predict(frame).shape == (40,)
-    with pytest.raises(ValueError, match="order"):
-        again.predict(frame[["c", "b", "a"]])
-
-
-def test_load_refuses_other_files(tmp_path, monkeypatch):
-    X, y = blobs(30)
-    path = tmp_path / "model.npz"
-    RFAMClassifier().fit(X, y).save(path)
-    with pytest.raises(ValueError, match="holds a RFAMClassifier, not a RFAMRegressor"):
-        RFAMRegressor.load(path)
-    monkeypatch.setattr(normalign._rfam_io, "VERSION", 0)
-    with pytest.raises(ValueError, match="format version 1, this normalign reads up to 0"):
-        RFAMClassifier.load(path)
-    other = tmp_path / "other.npz"
-    np.savez(other, a=np.zeros(3))
-    with pytest.raises(ValueError, match="is not a saved RFAM model"):
-        RFAMClassifier.load(other)
-    other.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(ValueError, match="is not a saved RFAM model"):
-        RFAMClassifier.load(other)
-    other.write_bytes(pickle.dumps({"code": "would run"}))
-    with pytest.raises(ValueError, match="is not a saved RFAM model"):
-        RFAMClassifier.load(other)
-    with pytest.raises(Exception, match="not fitted"):
-        RFAMClassifier().save(path)
