@@ -10,10 +10,17 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from normalign import _load
 
 emulating = False
+
+
+def _built() -> list[int]:
+    """Architectures of the build, as 90 for sm_90."""
+    assert _load._cuda is not None
+    return [int(name) for name in _load._cuda.architectures.split(",")]
 
 
 @functools.cache
@@ -24,7 +31,7 @@ def _device_reason(index: int) -> str | None:
     if driver // 1000 < runtime // 1000:  # as 12080; a driver runs all of its own major version
         made, served = (f"CUDA {v // 1000}.{v % 1000 // 10}" for v in (runtime, driver))
         return f"the CUDA kernels were built with {made}, and the driver is for {served}"
-    built = [int(name) for name in _load._cuda.architectures.split(",")]
+    built = _built()
     major, minor = torch.cuda.get_device_capability(index)
     found = 10 * major + minor
     # Machine code runs on the same major version from its minor on; PTX of the newest runs later.
@@ -36,11 +43,9 @@ def _device_reason(index: int) -> str | None:
 
 @functools.cache
 def _tensor_cores(index: int) -> bool:
-    assert _load._cuda is not None
     major, minor = torch.cuda.get_device_capability(index)
-    built = [int(name) for name in _load._cuda.architectures.split(",")]
     # What runs is the newest code that this GPU can run.
-    return max((b for b in built if b <= 10 * major + minor), default=0) >= 80
+    return max((b for b in _built() if b <= 10 * major + minor), default=0) >= 80
 
 
 def tensor_cores(device: torch.device) -> bool:
@@ -70,6 +75,11 @@ def module(device: torch.device) -> Any:
     return _load._cuda if device.type == "cuda" else _load._emu
 
 
+def suffix(like: Tensor) -> str:
+    """What the names of kernels for this dtype end with."""
+    return "f64" if like.dtype is torch.float64 else "f32"
+
+
 def where(device: torch.device) -> tuple[int, int]:
     """Device number and torch's current stream on it: the last two arguments of every launch."""
     if device.type != "cuda":
@@ -82,7 +92,7 @@ def status() -> str:
     """The architectures that were built, or why there are no kernels."""
     if _load._cuda is None:
         return _load.cuda_error or "none"
-    names = ", ".join(f"sm_{name}" for name in _load._cuda.architectures.split(","))
+    names = ", ".join(f"sm_{b}" for b in _built())
     if not torch.cuda.is_available():
         return f"{names}; torch finds no usable GPU"
     reasons = [_device_reason(i) for i in range(torch.cuda.device_count())]

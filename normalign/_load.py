@@ -1,4 +1,4 @@
-"""Imports the compiled extension, and keeps the reason when that fails.
+"""Imports the compiled extension, and keeps the reason when that fails; addresses for its calls.
 
 torch is imported first: both then share one OpenMP runtime, so kernels use torch's thread pool
 and do not compete with it.
@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def _import(name: str) -> tuple[Any, str | None]:
@@ -42,3 +43,8 @@ def _import_cuda() -> tuple[Any, str | None]:
 _C, cpu_error = _import("_C")
 _cuda, cuda_error = _import_cuda()
 _emu: Any = None  # the CUDA kernels on the host: loaded by normalign.testing only
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where its memory begins; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from normalign import _load, _rfam_agop_cuda, reference
-from normalign._rfam_kernels import Points, Scratch, address, native, padded, row_length
+from normalign._load import address
+from normalign._rfam_kernels import Points, Scratch, native, padded, row_length
 
 AGOP_METHODS = ("auto", "tiles", "streamed", "gram")
 

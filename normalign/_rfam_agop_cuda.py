@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from normalign import _gpu
-from normalign._rfam_cuda import gram, jacobian, problems, suffix
+from normalign._load import address
+from normalign._rfam_cuda import gram, jacobian, problems
 
 _WIDEST = 64  # coordinates, as in csrc/cuda/agop.h
 _CLASSES = 65535  # and classes: groups of them are blocks in a grid's second direction
@@ -80,12 +81,12 @@ def _by_kernel(
     weight = None if weight is None else weight.double().contiguous()
     (m, r), (n, c) = u.shape[-2:], coef.shape[-2:]
     count, *own = problems(u, own_m, own_n)
-    module, kind, where = _gpu.module(u.device), suffix(u), _gpu.where(u.device)
+    module, kind, where = _gpu.module(u.device), _gpu.suffix(u), _gpu.where(u.device)
     parts = getattr(module, f"agop_parts_{kind}")(count, m, r, c, where[0])
     out = u.new_empty(parts, *u.shape[:-2], r, r, dtype=torch.float64)
     getattr(module, f"agop_{kind}")(
         exponent, length, count, *own, m, n, r, c, u.data_ptr(), z.data_ptr(), coef.data_ptr(),
-        0 if weight is None else weight.data_ptr(), out.data_ptr(), *where,
+        address(weight), out.data_ptr(), *where,
     )  # fmt: skip
     return out[0] if parts == 1 else out.sum(0)
 

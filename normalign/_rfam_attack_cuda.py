@@ -118,8 +118,7 @@ def attack(
     eps, step = eps.to(dtype).contiguous(), step.to(dtype).contiguous()
     bounds = [b if b is None else b.to(dtype).expand(d).contiguous() for b in (lower, upper)]
     assert all(t is None or t.device == device for t in (*arrays, points, eps, step, *bounds))
-    suffix = "f64" if dtype is torch.float64 else "f32"
-    getattr(_gpu.module(device), f"attack_{suffix}")(
+    getattr(_gpu.module(device), f"attack_{_gpu.suffix(eps)}")(
         exponent, length, _LOSSES.index(loss), _SELECT.index(select), norm == "l2", iterations,
         [count, radii, m, n, c, d, r], [t.data_ptr() for t in arrays], eps.data_ptr(),
         step.data_ptr(), *(0 if b is None else b.data_ptr() for b in bounds),

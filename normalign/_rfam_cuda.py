@@ -19,18 +19,14 @@ import torch
 from torch import Tensor
 
 from normalign import _gpu
+from normalign._load import address
 
 _TILE = 64  # points of a block, as in csrc/cuda/laplace.cuh
 _BLOCKS = 264  # enough to fill a GPU of about 130 processors twice
 
 
-def suffix(like: Tensor) -> str:
-    """What the names of kernels for this dtype end with."""
-    return "f64" if like.dtype is torch.float64 else "f32"
-
-
 def _function(name: str, like: Tensor) -> Any:
-    return getattr(_gpu.module(like.device), f"laplace_{name}_{suffix(like)}")
+    return getattr(_gpu.module(like.device), f"laplace_{name}_{_gpu.suffix(like)}")
 
 
 def problems(u: Tensor, own_m: Tensor | None, own_n: Tensor | None) -> tuple[int, int, int]:
@@ -39,7 +35,7 @@ def problems(u: Tensor, own_m: Tensor | None, own_n: Tensor | None) -> tuple[int
     for own in (own_m, own_n):
         assert own is None or (own.dtype is torch.int32 and own.shape == (count,))
     return (
-        count, 0 if own_m is None else own_m.data_ptr(), 0 if own_n is None else own_n.data_ptr(),
+        count, address(own_m), address(own_n),
     )  # fmt: skip
 
 
@@ -197,7 +193,7 @@ def cholesky_solve(
     work, diagonal = torch.empty_like(targets), k.new_empty(count, n)
     if count:
         _gpu.module(k.device).cholesky_solve_f64(
-            count, n, c, 0 if own_n is None else own_n.data_ptr(), ridge.data_ptr(), ladder,
+            count, n, c, address(own_n), ridge.data_ptr(), ladder,
             k.data_ptr(), targets.data_ptr(), work.data_ptr(), diagonal.data_ptr(),
             coef.data_ptr(), jitter.data_ptr(), *_gpu.where(k.device),
         )  # fmt: skip

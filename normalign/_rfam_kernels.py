@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from normalign import _dispatch, _load, _rfam_cuda, reference
+from normalign._load import address
 
 _LOG2_E = math.log2(math.e)
 
@@ -257,10 +258,6 @@ def jacobian(x: Points, z: Points, coef: Tensor, threads: int) -> Tensor:
             moment = w @ (coef[:, k : k + 1] * z.u)
             out[first : first + rows, k] = moment - own[:, k : k + 1] * u
     return out
-
-
-def address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
 
 
 @dataclass

@@ -16,17 +16,10 @@ from torch import Tensor
 
 from normalign import _gpu
 from normalign._first_order import first_order
+from normalign._load import address
 from normalign._stack_native import CRITERIA, Criterion, Loss
 from normalign._stack_recognise import Layer
-from normalign._stack_wide_cuda import (
-    SQUARE,
-    Activation,
-    Gradients,
-    Parameters,
-    WideStep,
-    address,
-    suffix,
-)
+from normalign._stack_wide_cuda import SQUARE, Activation, Gradients, Parameters, WideStep
 
 PENALTIES = ("orthogonal", "jacobian", "joint")
 # Kind of criterion, target, ignored class, penalty's weight; addresses of the penalty's mean, the
@@ -124,7 +117,7 @@ class _Small:
         penalty: Tensor,
         means: _Means,
     ) -> None:
-        native, dtype = self.stack.native(x.device), suffix(x)
+        native, dtype = self.stack.native(x.device), _gpu.suffix(x)
         size = getattr(native, f"workspace_{dtype}")(
             x.shape[0], probes.shape[0], _gpu.where(x.device)[0]
         )  # fmt: skip
@@ -158,7 +151,7 @@ class _Small:
         addresses = [address(g) for g in grads]
         of_logits, of_penalty, factor = of
         stride = 0 if of_penalty is None or of_penalty.dim() == 0 else of_penalty.stride(0)
-        getattr(self.stack.native(x.device), f"backward_{suffix(x)}")(
+        getattr(self.stack.native(x.device), f"backward_{_gpu.suffix(x)}")(
             *self.call(x, probes, parameters), address(of_logits), address(of_penalty), stride,
             factor, address(of_total), addresses[0::2], addresses[1::2], *_gpu.where(x.device),
         )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from normalign import _gpu
+from normalign._load import address
 
 if TYPE_CHECKING:
     from normalign._stack_cuda import GpuStack
@@ -21,16 +22,6 @@ SQUARE = 3
 Activation = tuple[int, float, float]
 Parameters = Sequence[Tensor | None]  # weight, bias, weight, ...
 Gradients = tuple[Tensor | None, Tensor | None, float]  # of logits, of the penalty, its factor
-
-
-def address(tensor: Tensor | None) -> int:
-    """Where its memory begins; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def suffix(tensor: Tensor) -> str:
-    """How the bindings name its dtype."""
-    return "f64" if tensor.dtype is torch.float64 else "f32"
 
 
 class WideStep:
@@ -60,7 +51,7 @@ class WideStep:
         """What stands behind layer ``l - 1``: see ``Stage`` in csrc/cuda/stack.h."""
         activation, p0, p1 = self.stack.activations[l - 1]
         stride = 0 if of_penalty is None or of_penalty.dim() == 0 else of_penalty.stride(0)
-        getattr(_gpu.module(data.device), f"stage_{suffix(data)}")(
+        getattr(_gpu.module(data.device), f"stage_{_gpu.suffix(data)}")(
             kind, data.shape[0] // probes, probes, data.shape[1], activation, p0, p1,
             data.data_ptr(), address(bias), address(z), address(u), address(cross),
             address(of_penalty), stride, factor, out.data_ptr(), *_gpu.where(data.device),
@@ -150,7 +141,7 @@ class WideStep:
             square = g.double().square() if self.joint else g.square()
             return g, square.sum(1).view(count, batch).mean(0)
         r, norms = torch.empty_like(g), g.new_empty(count, batch)
-        f = getattr(_gpu.module(x.device), f"orthogonal_projection_{suffix(x)}")
+        f = getattr(_gpu.module(x.device), f"orthogonal_projection_{_gpu.suffix(x)}")
         for p in range(count):
             rows = slice(p * batch, (p + 1) * batch)
             f(
